@@ -1,1 +1,1 @@
-"""Every second and every byte: hardware, ops, collectives, programs."""
+"""Prices every second and every byte: of hardware, ops, collectives, programs."""

@@ -1,10 +1,10 @@
-"""Queries of a causal attention that a schedule may balance, and what that takes.
+"""Prices swaps of queries by which a schedule may balance a causal attention.
 
 In: a call of attention in a graph of global shapes, and a strategy that splits its
-queries. Out: whether ranks may swap halves of their queries so that all have as much to
-do (``fusion.verbs.balance``, which asks ``obstacle`` too), and the seconds of the
-swaps. With them a call costs what the mean of all ranks has to do
-(``visible_pairs``).
+queries. Out: whether ranks may swap halves of their queries so that all have equal work
+(``fusion.verbs.balance`` asks ``obstacle`` too), and the seconds of the swaps. With
+them a call costs the mean of all ranks' work (``visible_pairs``). Never: changes a
+graph.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 def obstacle(queries: int, keys: int, ranks: int) -> str | None:
-    """Why so many queries of a rank, in order of all of them, cannot be balanced, if
-    they cannot."""
+    """Return why ``queries`` of a rank, in order of all of them, cannot be balanced;
+    None if they can."""
     if keys != queries * ranks or ranks < 2:
         return "does not read all keys, in order, and a part of the queries"
     if queries % 2:
@@ -30,8 +30,8 @@ def obstacle(queries: int, keys: int, ranks: int) -> str | None:
 
 
 def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float | None:
-    """Seconds of swapping halves of what has a row of each query, and of the copies
-    around that; None where a strategy leaves nothing to balance."""
+    """Return the seconds of swapping halves of all tensors with a row for each query,
+    and of the copies around that; None where a strategy leaves nothing to balance."""
     first = query_position(op.target)
     if first is None or not counts_places(op.node):
         return None
@@ -53,7 +53,8 @@ def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float 
 def _with_factor(
     op: Op, strategy: Strategy, mesh: Mesh, factor: str
 ) -> list[tuple[float, bool]]:
-    """(bytes on one rank, whether it is a result) of each tensor that has a factor."""
+    """Return (bytes on one rank, whether it is a result) of each tensor that has a
+    factor."""
     operands = [node.meta["val"] for node in tensor_nodes(op.node)]
     out = []
     for i, dims in enumerate(op.rule.tensors):

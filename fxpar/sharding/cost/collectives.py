@@ -1,10 +1,9 @@
-"""How long one collective takes on given links: alpha-beta, by algorithm.
+"""Prices one collective on given links: alpha-beta, by algorithm.
 
 In: the kind of a collective, the axes it runs over, bytes. Out: seconds, as a
 ``Curve``: the least of a few straight lines, one for each algorithm a library may take;
-of a ``message`` between two ranks, one line.
-Bytes are always those a rank holds before the collective, as in ``steps``. Never runs
-anything and never chooses a plan.
+for a ``message`` between two ranks, one line. Bytes are always those a rank holds
+before the collective, as in ``steps``. Never: runs anything or chooses a plan.
 
 A group is a row of ``Stage``, innermost first: its ranks inside a node, then the nodes,
 joined by ever slower links. A ring or tree passes from node to node over all the links
@@ -25,25 +24,25 @@ from typing import Any
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
-# Bytes of a full bucket of collectives that are joined, in the form each rank holds
-# whole. What is larger goes alone: there the bandwidth of the link counts and not its
-# latency.
+# Bytes of a full bucket of collectives that are joined, as if each rank held them
+# whole. A larger tensor is sent alone: there the bandwidth of the link counts and not
+# its latency.
 FULL = 1 << 20
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A level of a group."""
+    """Is a level of a group."""
 
-    # Units: ranks, or what the stages before make.
+    # Number of units: ranks, or groups of the stages before.
     size: int
-    # What joins them.
+    # The link that joins them.
     link: Link
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """Time of one algorithm over bytes: a straight line."""
+    """Is the time of one algorithm over bytes: a straight line."""
 
     # A key of its kind in ``_ALGORITHMS``; "none" for a group of one rank.
     algorithm: str
@@ -55,17 +54,17 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time over bytes: the least of some lines, and copies before and after it."""
+    """Is time over bytes: the least of some lines, and copies before and after it."""
 
     # One for each algorithm that a library may take; in a tie the first is taken.
     lines: tuple[AlphaBeta, ...]
     # Bytes of each copy, as a share of what a rank holds before the collective.
     copies: tuple[float, ...] = ()
-    # Says what a copy takes.
+    # Gives the seconds of a copy.
     link: Link = Link()
 
     def seconds(self, nbytes: Any) -> Any:
-        """Seconds for ``nbytes`` on each rank: a number, or an array of them."""
+        """Return seconds for ``nbytes`` on each rank: a number, or an array of them."""
         copied = sum(self.link.copy_seconds(x * nbytes) for x in self.copies)
         times = [line.alpha + line.beta * nbytes + copied for line in self.lines]
         if len(times) == 1:
@@ -77,12 +76,13 @@ class Curve:
         return np.min(times, 0)
 
     def line(self, nbytes: float) -> AlphaBeta:
-        """Of the algorithm that is fastest for ``nbytes``."""
+        """Return the line of the algorithm that is fastest for ``nbytes``."""
         return min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
 
 
 def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any) -> Any:
-    """Seconds of one collective over axes of these sizes and links, in mesh order.
+    """Return the seconds of one collective over axes of these sizes and links, in mesh
+    order.
 
     ``nbytes``: on each rank before it; a number or an array. Raises KeyError on a kind
     that is not in ``KINDS``.
@@ -92,7 +92,7 @@ def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any)
 
 @lru_cache(maxsize=1 << 14)
 def along(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Curve:
-    """The curve of a collective along axes, or parts of axes, of a mesh.
+    """Return the curve of a collective along axes, or parts of axes, of a mesh.
 
     Cached: costs a look-up. Raises KeyError on an unknown kind, MeshError on an axis.
     """
@@ -103,8 +103,8 @@ def along(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Curve:
 
 
 def bound(mesh: Mesh) -> tuple[float, float]:
-    """What no collective on a mesh beats: (seconds it takes at least, bytes/s at which
-    a rank receives at most). For searches that need a lower bound."""
+    """Return bounds that no collective on a mesh beats: (seconds it takes at least,
+    bytes/s at which a rank receives at most)."""
     links = [stage.link for link in mesh.links for stage in _levels(1, link)]
     links += [own for link in links for _, own in link.kinds]
     return (
@@ -114,18 +114,20 @@ def bound(mesh: Mesh) -> tuple[float, float]:
 
 
 def message(link: Link, nbytes: float) -> float:
-    """Seconds of one message from a rank to another along a link."""
+    """Return the seconds of one message from a rank to another along a link."""
     link = between_two(link)
     return link.latency + link.overhead + nbytes / link.bandwidth
 
 
 def between_two(link: Link) -> Link:
-    """A link as messages from a rank to another have it, which are permutes."""
+    """Return the link as messages from one rank to another have it, which are
+    permutes."""
     return dict(link.kinds).get("permute", link)
 
 
 def _levels(size: int, link: Link) -> Iterator[Stage]:
-    """The stages of one whole axis. Of a size that does not matter, every link."""
+    """Yield the stages of one whole axis. If only its links matter, any ``size`` will
+    do."""
     inside = 1
     if link.inner is not None:
         inside = link.inside
@@ -134,12 +136,12 @@ def _levels(size: int, link: Link) -> Iterator[Stage]:
 
 
 def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
-    """The stages of an axis, or of a part: some of those of the axis. Where a part does
-    not fit a node evenly, what is left over is taken to leave it."""
+    """Yield the stages of an axis, or of a part: some of those of the axis. Where a
+    part does not fit a node evenly, the rest of it is assumed to leave the node."""
     name, ranks_left = axis_of(axis), mesh.axis_size(axis)
     if ranks_left == 1:
         return
-    # Neighbours on the part are so many ranks of the axis apart.
+    # Distance between neighbours on the part, in ranks of the axis.
     skip = mesh.group(0, [axis])[1] // mesh.group(0, [name])[1]
     levels = list(_levels(mesh.axis_size(name), mesh.link(axis)))
     for i, stage in enumerate(levels):
@@ -161,7 +163,8 @@ def _stages(sizes: tuple[int, ...], links: tuple[Link, ...]) -> tuple[Stage, ...
 
 
 def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Neighbours on the same kind of link as one stage, single units left out."""
+    """Return neighbours on the same kind of link as one stage, single units left
+    out."""
     out: list[Stage] = []
     for stage in stages:
         if stage.size == 1:
@@ -174,22 +177,22 @@ def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Stages as a kind of collective sees them, each innermost first."""
+    """Holds stages as a kind of collective sees them, innermost first."""
 
     # Units that each stage joins.
     sizes: list[int]
-    # What joins them, for this kind of collective.
+    # The link that joins them, for this kind of collective.
     links: list[Link]
     # Ranks of the group in one unit of a stage.
     within: list[int]
-    # Bytes/s that these have together.
+    # Bytes/s of those ranks together.
     lanes: list[float]
     # Ranks of the group.
     count: int
 
     def around(self) -> float:
-        """Latency once around the ring, short of the last step: units of inner stages
-        are passed once for each unit of the outer ones."""
+        """Return the latency once around the ring, without the last step: units of
+        inner stages are passed once for each unit of the outer ones."""
         return sum(
             (n - 1) * self.count / (n * m) * link.latency
             for n, m, link in zip(self.sizes, self.within, self.links, strict=True)
@@ -197,15 +200,16 @@ class _Ranks:
 
 
 def _ring(group: _Ranks, rounds: int) -> tuple[float, float]:
-    """Alpha and beta of the ring: each round sends (N-1)/N of the bytes in N-1 steps
-    (Patarasuk and Yuan, 2009)."""
+    """Return alpha and beta of the ring: each round sends (N-1)/N of the bytes in N-1
+    steps (Patarasuk and Yuan, 2009)."""
     volume = rounds * (group.count - 1) / group.count
     return rounds * group.around(), volume / min(group.lanes)
 
 
 def _tree(group: _Ranks) -> tuple[float, float] | None:
-    """Two complementary trees of half the bytes each, up and down (Sanders, Speck and
-    Träff, 2009), chains inside nodes; None where the library has none."""
+    """Return alpha and beta of two complementary trees of half the bytes each, up and
+    down (Sanders, Speck and Träff, 2009), chains inside nodes; None where the library
+    has none."""
     if not any(link.tree for link in group.links):
         return None
     alpha = beta = 0.0
@@ -218,12 +222,14 @@ def _tree(group: _Ranks) -> tuple[float, float] | None:
 
 
 def _gather(group: _Ranks) -> tuple[float, float]:
-    """A ring in which all but a rank's own part arrives: N-1 times its bytes."""
+    """Return alpha and beta of a ring in which all parts but a rank's own arrive: N-1
+    times its bytes."""
     return group.around(), (group.count - 1) / min(group.lanes)
 
 
 def _exchange(group: _Ranks) -> tuple[float, float]:
-    """Every rank sends 1/N of its bytes to each other one, all stages at once."""
+    """Return alpha and beta where every rank sends 1/N of its bytes to each other one,
+    all stages at once."""
     alpha = beta = 0.0
     for n, link, m in zip(group.sizes, group.links, group.within, strict=True):
         peers = (n - 1) * m
@@ -233,7 +239,8 @@ def _exchange(group: _Ranks) -> tuple[float, float]:
 
 
 def _shift(group: _Ranks) -> tuple[float, float]:
-    """Every rank sends all it holds to one other, over the slowest link at worst."""
+    """Return alpha and beta where every rank sends all it holds to one other, over the
+    slowest link at worst."""
     return (
         max(link.latency for link in group.links),
         1 / min(link.bandwidth for link in group.links),
@@ -242,7 +249,7 @@ def _shift(group: _Ranks) -> tuple[float, float]:
 
 _Algorithm = Callable[[_Ranks], "tuple[float, float] | None"]
 
-# What a library may run for each kind. The ring comes first, and wins a tie.
+# Algorithms that a library may run for each kind. The ring is first, and wins a tie.
 _ALGORITHMS: dict[str, dict[str, _Algorithm]] = {
     "all_reduce": {"ring": lambda group: _ring(group, 2), "tree": _tree},
     "all_gather": {"ring": _gather},

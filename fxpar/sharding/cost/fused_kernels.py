@@ -1,18 +1,19 @@
-"""What Inductor makes one kernel: the launches of a graph, in order, of which each
-reads and writes memory.
+"""Finds the kernels that Inductor makes: the launches of a graph, in order, and the
+memory that each reads and writes.
 
 In: nodes with fake values, one after the other, of a local graph or of a program in
-global shapes. Out: ``Launches``: what each launch reads and writes in memory. Light ops
-(pointwise, reductions, casts, copies) join the kernel of the light ops they read, as
-Inductor fuses them: while nobody else has read it, or, after that, if all that the op
-reads is there when the kernel runs. Views cost nothing, and a value that only its own
-kernel reads is never in memory. Contractions, convolutions, attention and what Inductor
-does not generate are kernels by themselves. Never changes a graph.
+global shapes. Out: ``Launches``: the buffers that each launch reads and writes in
+memory. Light ops (pointwise, reductions, casts, copies) join the kernel of the light
+ops they read, as Inductor fuses them: while no other launch has read it, or, after
+that, if all operands of the op are there when the kernel runs. Views cost nothing, and
+a value that only its own kernel reads is never in memory. Contractions, convolutions,
+attention and ops that Inductor does not generate are kernels by themselves. Never:
+changes a graph.
 
 The order is that of the nodes: a kernel runs where the last of its ops stood when
-another launch first read it. None spans forward and backward, which are compiled apart.
-Collectives and waits are what ``passes.simulate.launches`` adds, prices of launches
-``passes.simulate.simulate_step``; a search asks ``program_kernels``.
+another launch first read it. None spans forward and backward, which are compiled
+separately. Collectives and waits are added by ``passes.simulate.launches``, prices of
+launches by ``passes.simulate.simulate_step``; a search asks ``program_kernels``.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from fxpar.sharding.op_facts import OpFacts, op_facts_of
 
 @dataclass(eq=False, slots=True)
 class TensorView:
-    """A tensor as a node gives it."""
+    """Is a tensor as a node gives it."""
 
-    # What makes the tensor; of a view, what it views.
+    # The node that makes the tensor; for a view, the node of the viewed tensor.
     node: fx.Node
     # None for a constant.
     buffer: Buffer | None
-    # How much of it is seen, in elements.
+    # Elements of it that are seen.
     points: int
     # Bytes of an element.
     itemsize: int
-    # The one of light ops that makes it.
+    # The kernel of light ops that makes it, if one does.
     kernel: _Growing | None = None
 
     @property
@@ -67,13 +68,13 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is asked of the target of every call, asked once."""
+    """Holds facts of the target of a call, cached by target."""
 
-    # Of the op.
+    # Facts of the op.
     facts: OpFacts
-    # Inductor can fuse it.
+    # Whether Inductor can fuse it.
     light: bool
-    # Gives memory of its operand, or may.
+    # Whether its result is, or may be, memory of its operand.
     views: bool
 
     @staticmethod
@@ -85,23 +86,23 @@ class _Target:
 
 @dataclass(eq=False, slots=True)
 class _Growing:
-    """A kernel of light ops."""
+    """Is a kernel of light ops."""
 
-    # What it is so far.
+    # The launch so far.
     launch: Launch
-    # What all of its ops run over together.
+    # The points that all of its ops run over together.
     domain: Domain
-    # What it reads, bytes.
+    # Bytes that it reads of each view.
     seen: dict[TensorView, int] = field(default_factory=dict)
-    # It was read by another launch.
+    # Whether another launch has read it.
     closed: bool = False
-    # Nothing can follow in it.
+    # Whether no op can follow in it.
     final: bool = False
-    # What it became part of.
+    # The kernel it was merged into.
     into: _Growing | None = None
 
     def now(self) -> _Growing:
-        """The kernel it is part of by now."""
+        """Return the kernel it is part of by now."""
         root = self
         while root.into is not None:
             root = root.into
@@ -124,7 +125,7 @@ class KernelReader:
         self.at = 0.0
 
     def step(self, node: fx.Node, at: float, backward: bool) -> None:
-        """The next node, at its place in the order."""
+        """Read the next node, at its place in the order."""
         self.at = at
         if node.op in ("placeholder", "get_attr"):
             self.add_inputs(node)
@@ -138,14 +139,15 @@ class KernelReader:
         self.values[node] = self.call(node)
 
     def launches(self) -> Launches:
-        """What was read."""
+        """Close all kernels and return the launches that were read."""
         self.close_all()
         used = [x for x in self.done if x.kind != "fused" or x.writes]
         used.sort(key=lambda launch: launch.order)
         return Launches(used, self.inputs, self.outputs)
 
     def add_inputs(self, node: fx.Node) -> None:
-        """What the graph is given; a part of a graph may be given an op's results."""
+        """Add the inputs of the graph; a part of a graph may be given an op's
+        results."""
 
         def buffered(value: Any) -> TensorView | None:
             if not isinstance(value, torch.Tensor):
@@ -159,7 +161,7 @@ class KernelReader:
         self.values[node] = [buffered(each) for each in values]
 
     def returned(self, results: Any) -> None:
-        """What the graph returns."""
+        """Note the results that the graph returns."""
         for result in results if isinstance(results, (list, tuple)) else [results]:
             values = self.values[result] if isinstance(result, fx.Node) else []
             self.outputs.append([self._touch(v) for v in values if v is not None])
@@ -174,7 +176,7 @@ class KernelReader:
         ]
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
-        """The values that a call gives."""
+        """Return the values that a call gives."""
         target, value = node.target, node.meta.get("val")
         if target is operator.getitem:
             element: Any = self.values[node.args[0]][node.args[1]]
@@ -222,7 +224,7 @@ class KernelReader:
     def make(
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[TensorView | None]:
-        """Fresh buffers for what a node gives, in lists as that is nested."""
+        """Return fresh buffers for a node's results, in lists nested as those."""
         views = self._made_of(node, node.meta.get("val"), launch, kernel)
         return views if isinstance(views, list) else [views]
 
@@ -241,7 +243,8 @@ class KernelReader:
         return None
 
     def _touch(self, value: TensorView) -> Buffer:
-        """The buffer of what a launch reads from memory: there, and finished."""
+        """Return the buffer of a value that a launch reads from memory: written, and
+        finished."""
         if value.buffer is None:
             value.buffer = self._materialized(value)
         buffer = value.buffer
@@ -254,7 +257,8 @@ class KernelReader:
         return buffer
 
     def _materialized(self, value: TensorView) -> Buffer:
-        """A constant in memory after all, made by a kernel of its own."""
+        """Return the buffer of a constant that has to be in memory, made by a kernel of
+        its own."""
         at = self.at - 0.5
         launch = Launch("fused", [value.node], at, self.backward)
         buffer = Buffer(value.node, value.points * value.itemsize, ready=at)
@@ -263,7 +267,8 @@ class KernelReader:
         return buffer
 
     def read(self, launch: Launch, value: TensorView, points: float = math.inf) -> int:
-        """Let a launch read a value, of ``points`` elements at most; its bytes."""
+        """Let a launch read at most ``points`` elements of a value; return the
+        bytes."""
         self._touch(value)
         nbytes = int(min(points, value.points)) * value.itemsize
         _count(launch, value, nbytes)
@@ -301,8 +306,8 @@ class KernelReader:
         return result
 
     def _joined(self, operands: list[TensorView], domain: Domain) -> _Growing | None:
-        """The kernel that an op over ``domain`` becomes part of; those that still grow
-        become one."""
+        """Return the kernel that an op over ``domain`` becomes part of, None if there
+        is none; kernels that still grow are merged for it."""
         kernels = {k: None for v in operands if (k := v.home) is not None}
         home: _Growing | None = None
         for kernel in sorted(kernels, key=lambda k: -k.domain.points):
@@ -323,7 +328,8 @@ class KernelReader:
         kernels: dict[_Growing, None],
         domain: Domain,
     ) -> _Growing | None:
-        """The last of the kernels an op reads from, if all else is there before it."""
+        """Return the last of the closed kernels an op reads from, if all other operands
+        are there before it; else None."""
         closed = [k for k in kernels if k.closed]
         if not closed:
             return None
@@ -366,13 +372,13 @@ class KernelReader:
             buffer.ready = kernel.launch.order
 
     def close_all(self) -> None:
-        """Let no kernel grow further."""
+        """Close all kernels, so that none grows further."""
         for kernel in list(self.growing):
             self._close(kernel)
 
 
 def _count(launch: Launch, value: TensorView, nbytes: int) -> None:
-    """Add to what a launch reads of a buffer, all of it at most."""
+    """Add bytes to those a launch reads of a buffer, all of the buffer at most."""
     buffer = value.buffer
     assert buffer is not None, "constants are not read"
     read = launch.reads.get(buffer, 0) + nbytes

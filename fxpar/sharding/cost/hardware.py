@@ -1,8 +1,9 @@
-"""The rates of a device and its network: the numbers, and what they say of a kernel.
+"""Holds the rates of a device and its network, and computes seconds of kernels from
+them.
 
 In: figures, per device, in seconds, bytes and floating point operations. Out: seconds
-of kernels, and the link of every axis of a mesh. ``hardware`` knows machines by name
-and reads files. Never measures anything and never chooses a plan.
+of kernels, and the link of every axis of a mesh. ``hardware_table`` knows machines by
+name and reads files. Never: measures anything or chooses a plan.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw", "pool")
 
 @dataclass(frozen=True)
 class ProductDims:
-    """The dims of a product of matrices, m by k and k by n: numbers, or arrays of
+    """Holds the dims of a product of matrices, m by k and k by n: numbers, or arrays of
     several products. Infinite where none is known to count."""
 
     # Rows of the result: an outer dim.
@@ -38,24 +39,24 @@ class ProductDims:
     k: Any = math.inf
 
 
-# Those of what is no product.
+# Dims of an op that is no product.
 NO_DIMS = ProductDims()
 
 
 @dataclass(frozen=True)
 class Peak:
-    """How fast contractions of one dtype run: ``rate`` of their size.
+    """Says how fast contractions of one dtype run: ``rate`` of their size.
 
-    It saturates in ``flops`` and in each dim, as in Hockney's
-    r = r_inf n / (n + n_half). So besides its arithmetic a product takes a time to
-    start, one for each element of its operands, m k and k n of them (``half_dim``), and
-    one for each of its result, m n (``half_contracted``): a contraction that grows in
-    any dim never takes less time.
+    It saturates in ``flops`` and in each dim, as in Hockney's r = r_inf n / (n +
+    n_half). So in addition to its arithmetic a product takes a time to start, one for
+    each element of its operands, m k and k n of them (``half_dim``), and one for each
+    of its result, m n (``half_contracted``): a contraction that grows in any dim never
+    takes less time.
     """
 
     # Flops/s of the data sheet.
     flops: float
-    # Share of that which large contractions reach.
+    # Share of ``flops`` that large contractions reach.
     efficiency: float = 1.0
     # Flops of a contraction at which starting up takes half the time; 0: none.
     half_flops: float = 0.0
@@ -66,7 +67,7 @@ class Peak:
     half_contracted: float | None = None
 
     def rate(self, flops: Any, dims: ProductDims = NO_DIMS) -> Any:
-        """Flops/s of a contraction of ``flops``; numbers or arrays."""
+        """Return the flops/s of a contraction of ``flops``; numbers or arrays."""
         if self.half_contracted is None:
             idle = self.half_dim / min(dims.m, dims.n, dims.k)
         else:
@@ -78,7 +79,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of collective on one level, where it differs from the level itself."""
+    """Holds figures of one kind of collective on one level, where they differ from the
+    level's."""
 
     # Seconds per collective.
     overhead: float
@@ -90,9 +92,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a network, e.g. NVLink in a node."""
+    """Is one level of a network, e.g. NVLink in a node."""
 
-    # How many it joins; 0: any number.
+    # Number of devices it joins; 0: any.
     devices: int
     # Bytes/s one device sends.
     bandwidth: float
@@ -100,22 +102,22 @@ class Level:
     latency: float
     # Seconds per collective.
     overhead: float = 0.0
-    # ``bandwidth`` is what all devices of a unit (the level below) send together.
+    # Whether ``bandwidth`` is of all devices of a unit (the level below) together.
     shared: bool = False
     # See ``mesh.Link``.
     tree: bool = False
-    # (kind of collective, what was measured of it instead).
+    # (kind of collective, figures measured of it).
     kinds: tuple[tuple[str, Measured], ...] = ()
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one device and its network can do."""
+    """Holds the figures of one device and its network."""
 
-    # That ``hardware_table.lookup`` finds it under, if it is built in.
+    # The name that ``hardware_table.lookup`` knows it by, if it is built in.
     name: str
-    # By dtype. A name as "float32 convolution backward" separates a family of ops from
-    # products of matrices.
+    # (dtype, peak). A name as "float32 convolution backward" separates a family of ops
+    # from products of matrices.
     peaks: tuple[tuple[str, Peak], ...]
     # Bytes/s that streaming through the device memory reaches.
     bandwidth: float
@@ -127,19 +129,19 @@ class Hardware:
     eager_launch: float
     # The network, innermost first.
     levels: tuple[Level, ...]
-    # Where the figures are from.
+    # The source of the figures.
     about: str = ""
     # (bytes, bytes/s) of kernels that move no more than that, which caches hold; from
     # the last to ``bandwidth`` the rate changes evenly in logarithms, as between them.
     near: tuple[tuple[float, float], ...] = ()
-    # What share of a collective's time overlapping kernels lose: 0 where it has
-    # engines of its own, about 1 where the cores that compute also copy and add up.
+    # Share of a collective's time that overlapping kernels lose: 0 where it has engines
+    # of its own, about 1 where the cores that compute also copy and add up.
     beside: float = 0.0
     # Operations on single elements that fused kernels do in a second, by the classes of
     # ``LIGHT``; one that is not there never takes longer than memory does.
     light: tuple[tuple[str, float], ...] = ()
-    # What share of the time of others a pair of query and key takes that attention's
-    # causal mask hides: 0 where kernels skip it.
+    # Time of a pair of query and key that attention's causal mask hides, relative to
+    # other pairs: 0 where kernels skip it.
     masked: float = 0.0
     # Number of ranks of a machine that compute at once for which the figures hold.
     ranks: int = 1
@@ -147,8 +149,9 @@ class Hardware:
     cores: int = 0
 
     def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
-        """The peak of a torch dtype or its name; ``tf32``: float32 may run as such.
-        ``family``: of ops, which run as products do where they have no own figures.
+        """Return the peak of a torch dtype or its name; ``tf32``: float32 may run as
+        such. ``family``: of ops, which run as products do where they have no own
+        figures.
 
         A dtype without matrix units here runs as the next wider one does.
         """
@@ -161,13 +164,13 @@ class Hardware:
         return peaks.get(f"{name} {family}", peaks[name])
 
     def streaming(self, nbytes: Any) -> Any:
-        """Seconds to move bytes, a number or an array, through memory, or caches that
-        hold them."""
+        """Return the seconds to move bytes, a number or an array, through memory, or
+        caches that hold them."""
         return nbytes / (rate_at(nbytes, self._rates) if self.near else self.bandwidth)
 
     @property
     def _rates(self) -> tuple[tuple[float, float], ...]:
-        """(bytes, bytes/s) of kernels, to sizes that are out of reach of caches."""
+        """Return (bytes, bytes/s) of kernels, up to sizes that no cache holds."""
         return *self.near, (self.near[-1][0] * _FAR, self.bandwidth)
 
     def seconds(
@@ -180,7 +183,8 @@ class Hardware:
         tf32: bool = False,
         family: str = "",
     ) -> float:
-        """Seconds of one kernel that moves ``nbytes``: a roofline, launch included.
+        """Return the seconds of one kernel that moves ``nbytes``: a roofline, launch
+        included.
 
         A contraction has ``flops`` and ``dims``.
         """
@@ -196,22 +200,23 @@ class Hardware:
         tf32: bool = False,
         family: str = "",
     ) -> float:
-        """Seconds a contraction multiplies and adds; 0 of what has no ``flops``."""
+        """Return the seconds a contraction multiplies and adds; 0 without ``flops``."""
         if not flops:
             return 0.0
         return flops / self.peak(dtype, tf32=tf32, family=family).rate(flops, dims)
 
     def fused(self, nbytes: float, counts: Mapping[str, float]) -> float:
-        """Seconds of a kernel of light ops that moves ``nbytes`` and does so many
-        operations on elements, by class, launch included."""
+        """Return the seconds of a kernel of light ops that moves ``nbytes`` and does
+        ``counts`` operations on elements, by class, launch included."""
         work = sum(counts.get(kind, 0.0) / rate for kind, rate in self.light)
         return self.launch + max(work, self.streaming(nbytes))
 
     def links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """The link of every axis: that of the node where groups stay inside, else that
-        between nodes, of which every device has its share. Ranks are row-major, the
-        last axis fastest, and fill one node after the other. A part of an axis has the
-        link of the axis.
+        """Return the link of every axis: the node's where groups stay inside, else the
+        one between nodes, of which every device has its share.
+
+        Ranks are row-major, the last axis fastest, and fill one node after the other. A
+        part of an axis has the link of the axis.
         """
         out, stride = dict[str, Link](), 1
         for axis, size in reversed(mesh.unrefined.axes):
@@ -220,12 +225,12 @@ class Hardware:
         return tuple(out[axis_of(name)] for name in mesh.names)
 
     def on(self, mesh: Mesh) -> Mesh:
-        """The mesh with this hardware's links."""
+        """Return the mesh with this hardware's links."""
         return replace(mesh, links=self.links(mesh))
 
     def at_speed(self, speed: float) -> Hardware:
-        """The same with kernels that take ``1 / speed`` times as long; launches and
-        links stay."""
+        """Return the hardware with kernels that take ``1 / speed`` times as long;
+        launches and links stay."""
         peaks = tuple((k, replace(p, flops=p.flops * speed)) for k, p in self.peaks)
         near = tuple((size, rate * speed) for size, rate in self.near)
         bandwidth = self.bandwidth * speed
@@ -238,15 +243,15 @@ class Hardware:
         )
 
     def speed_of(self, ranks: int) -> float:
-        """Return the factor on the figures' speed of each of so many ``ranks`` that
+        """Return the factor on the figures' speed of each of ``ranks`` ranks that
         compute at once on a machine."""
         if not self.cores:
             return 1.0
         return min(1.0, self.cores / ranks) / min(1.0, self.cores / self.ranks)
 
     def with_ranks(self, ranks: int) -> Hardware:
-        """Return the figures for so many ``ranks`` at work on a machine, whose shared
-        cores launch, compute and send."""
+        """Return the figures for ``ranks`` ranks at work on a machine, which share the
+        cores that launch, compute and send."""
         if not self.cores:
             return self
         speed = self.speed_of(ranks)
@@ -294,7 +299,8 @@ class Hardware:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the file that ``lookup`` reads. Raises OptionError if it cannot be."""
+        """Write the file that ``lookup`` reads. Raises OptionError if it cannot be
+        written."""
         data = {"format": FORMAT, **asdict(self)}
         data["peaks"] = dict(data["peaks"])
         data["levels"] = [
@@ -303,7 +309,7 @@ class Hardware:
         write_asked(path, json.dumps(data, indent=1) + "\n")
 
 
-# So many times the bytes of the last entry of ``near`` are out of reach of caches.
+# No cache holds this many times the bytes of the last entry of ``near``.
 _FAR = 4.0
 
 _INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
@@ -325,8 +331,8 @@ def _at_speed(level: Level, speed: float) -> Level:
 
 
 def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
-    """How many ranks of a group at distances of ``stride`` share a unit of so many
-    devices: all of them, or the largest number that is the same in every unit."""
+    """Return how many ranks of a group at distances of ``stride`` share a unit of
+    ``devices``: all of them, or the largest number that is the same in every unit."""
     if not devices or ranks <= devices or devices % (stride * size) == 0:
         return size
     return math.gcd(size, devices // stride) if devices % stride == 0 else 1

@@ -1,10 +1,10 @@
-"""What a machine can do: arithmetic, memory, launches, and the links of a mesh on it.
+"""Knows machines: arithmetic, memory, launches, and the links of a mesh on each.
 
 In: a name (``lookup("h100")``), a file that ``python -m fxpar calibrate`` wrote, or the
-device that is here (``detect``). Out: a ``Hardware`` (``rates``): rates for a roofline,
-and ``links(mesh)``, what serves each axis. All figures are per device, in seconds,
-bytes and floating point operations, and each in ``BUILT_IN`` comes with its source.
-Never measures anything (``runtime.calibrate`` does) and never chooses a plan.
+device of this process (``detect``). Out: a ``Hardware``: rates for a roofline, and
+``links(mesh)``, the link of each axis. All figures are per device, in seconds, bytes
+and floating point operations, and each in ``BUILT_IN`` comes with its source. Never:
+measures anything (``runtime.calibrate`` does) or chooses a plan.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load(path: str | Path) -> Hardware:
         ) from None
 
 
-# Figures by which others are divided.
+# Figures that are divided by, so that they must not be 0.
 _RATES = {"flops", "efficiency", "bandwidth", "ranks"}
 
 
@@ -92,7 +92,8 @@ def _check(figures: Any) -> None:
 
 
 def _check_figure(name: str, value: Any, *, over: bool) -> None:
-    """Raise ValueError unless a figure is a number, not less than 0, or ``over`` it."""
+    """Raise ValueError unless a figure is a number of at least 0, or, if ``over``, more
+    than 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (over and not value):
         least = "more than 0" if over else "0 or more"
@@ -127,15 +128,15 @@ _measured: list[Level] = []
 
 
 def keep_levels(levels: Sequence[Level]) -> None:
-    """Let ``detect`` give these levels of the network, or if there are none, those
-    that are built in."""
+    """Let ``detect`` give these levels of the network, or if there are none, those that
+    are built in."""
     _measured[:] = levels
 
 
 def detect() -> Hardware:
-    """The built-in hardware of this process's CUDA device, by its name, with levels of
-    the network as they were measured; without a device, ``cpu``. Raises DeviceError on
-    a device that is not known."""
+    """Return the built-in hardware of this process's CUDA device, by its name, with
+    levels of the network as they were measured; without a device, ``cpu``. Raises
+    DeviceError on a device that is not known."""
     import torch
 
     if not torch.cuda.is_available():
@@ -153,8 +154,8 @@ def detect() -> Hardware:
     )
 
 
-# Parts of CUDA device names, the first that fits. No name: a variant with other figures
-# (PCIe cards, bridged pairs, superchips) than the one its name is like.
+# (part of a CUDA device name, hardware), the first that fits. No hardware: a variant
+# (PCIe cards, bridged pairs, superchips) whose figures differ from its namesake's.
 _DEVICES = (
     ("PCIe", ""),
     ("NVL", ""),
@@ -170,13 +171,15 @@ _DEVICES = (
 
 
 def _matrix(flops: float, efficiency: float = 0.78) -> Peak:
-    """Tensor cores. Efficiency: 770 to 798 of 989 TFLOP/s bfloat16 on an H200. Until
-    measured, estimates: 3 us to fill the device, and tiles of 128, half idle at 64."""
+    """Return the peak of tensor cores. Efficiency: 770 to 798 of 989 TFLOP/s bfloat16
+    on an H200. Until measured, estimates: 3 us to fill the device, and tiles of 128,
+    half idle at 64."""
     return Peak(flops, efficiency, 3e-6 * flops * efficiency, 64.0)
 
 
 def _vector(flops: float, efficiency: float = 0.85) -> Peak:
-    """Ordinary units of a GPU. All but ``flops`` are estimates until measured."""
+    """Return the peak of ordinary units of a GPU. All but ``flops`` are estimates until
+    measured."""
     return Peak(flops, efficiency, 3e-6 * flops * efficiency, 32.0)
 
 
@@ -188,8 +191,8 @@ _NCCL, _NVLINK, _PCI, _NET = 6.6e-6, 1.1e-6, 1e-6, 5e-6
 
 
 def _nvlink(devices: int, per_link: float, links: int) -> Level:
-    """Links times NCCL's bandwidth of one (``src/graph/topo.h``): what rings reach,
-    some 0.8 of the data sheet's figure for one direction."""
+    """Return a level of ``links`` times NCCL's bandwidth of one (``src/graph/topo.h``):
+    what rings reach, some 0.8 of the data sheet's figure for one direction."""
     return Level(devices, per_link * links, _NVLINK, _NCCL)
 
 
@@ -322,8 +325,8 @@ def _gpu(
 
 
 def _tpu(name: str, flops: float, bandwidth: float, mib: int, link: float) -> Hardware:
-    """A chip of a pod. Float32 takes the matrix units 6 passes; a ring along an axis of
-    the torus uses two links. Launches and latencies are estimates."""
+    """Return a chip of a pod. Float32 takes the matrix units 6 passes; a ring along an
+    axis of the torus uses two links. Launches and latencies are estimates."""
     peaks = (("bfloat16", _matrix(flops)), ("float32", _matrix(flops / 6)))
     levels = (Level(0, 2 * link, 1e-6, 2e-6),)
     about = f"Google TPU {name[-2:]}, a chip of a pod"

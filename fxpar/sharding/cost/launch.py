@@ -1,8 +1,8 @@
-"""A launch as data: a kernel, a collective or a wait, with the tensors it reads and
-makes.
+"""Defines a launch: a kernel, collective or wait, with the tensors it reads and makes.
 
-``Launches`` are all of a graph, in order. ``fused_kernels`` reads them off nodes,
-``passes.simulate`` adds collectives, times them and adds up their memory.
+In: the fields: ``fused_kernels`` fills them from nodes, ``passes.simulate`` adds
+collectives, times them and adds up their memory. Out: ``Launches``, all of a graph, in
+order. Never: reads a graph.
 """
 
 from __future__ import annotations
@@ -18,81 +18,81 @@ from fxpar.sharding.cost.hardware import NO_DIMS, ProductDims
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """One tensor."""
+    """Is one tensor that a launch reads or makes."""
 
-    # What makes it; of what the graph is given, the node that stands for it.
+    # The node that makes it, or the placeholder of an input.
     node: fx.Node
-    # Of all of it, at the sizes of the graph.
+    # Bytes of all of it, at the sizes of the graph.
     nbytes: int
-    # Whether it is in memory; what only its own kernel reads is not.
+    # Whether it is in memory; a tensor that only its own kernel reads is not.
     written: bool = True
     # Place in the order from which on it can be read; None while its kernel grows.
     ready: float | None = -1.0
-    # The collective to be waited for before.
+    # The collective that is waited for before the buffer is read.
     late: Launch | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """A kernel, a collective, or a wait."""
+    """Is a kernel, a collective, or a wait."""
 
-    # "fused", "contraction" or "alone"; a collective's; or "wait".
+    # "fused", "contraction" or "alone"; the kind of a collective; or "wait".
     kind: str
-    # What it computes.
+    # The nodes it computes.
     nodes: list[fx.Node]
-    # Its place.
+    # Its place in the order of the graph.
     order: float
     # Whether it belongs to the backward.
     backward: bool
-    # Bytes of each buffer.
+    # Bytes it reads of each buffer.
     reads: dict[Buffer, int] = field(default_factory=dict)
-    # What its nodes give, in memory or not.
+    # Results of its nodes, in memory or not.
     makes: list[Buffer] = field(default_factory=list)
-    # Of a contraction.
+    # Flops of a contraction.
     flops: float = 0.0
-    # Flops of what the causal mask of an attention hides.
+    # Flops of the pairs that the causal mask of an attention hides.
     hidden_flops: float = 0.0
-    # Of a contraction.
+    # Dims of a contraction.
     dims: ProductDims = NO_DIMS
-    # Of the first floating-point operand of a contraction.
+    # Dtype of the first floating-point operand of a contraction.
     dtype: torch.dtype = torch.float32
-    # Which peak a contraction has, as ``Hardware.peak`` knows it.
+    # The family by which ``Hardware.peak`` finds the peak of a contraction.
     family: str = ""
     # Operations on elements, as ``Hardware.light`` counts.
     light: Counter[str] = field(default_factory=Counter)
-    # Of a collective; none for any other launch.
+    # Axes of a collective; none for any other launch.
     axes: tuple[str, ...] = ()
     # Bytes on this rank before a collective.
     before: int = 0
     # Bytes on this rank after it.
     after: int = 0
-    # What a wait waits for.
+    # The collective that a wait waits for.
     of: Launch | None = None
 
     @property
     def name(self) -> str:
-        """That of its last op; unique."""
+        """Return the name of its last op; unique."""
         implied = self.of is not None and self.nodes[-1] is self.of.nodes[-1]
         return self.nodes[-1].name + ("_wait" if implied else "")
 
     @property
     def writes(self) -> list[Buffer]:
-        """What it leaves in memory."""
+        """Return the buffers it leaves in memory."""
         return [buffer for buffer in self.makes if buffer.written]
 
     @property
     def moved(self) -> int:
-        """Bytes that pass between the device and its memory."""
+        """Return the bytes that pass between the device and its memory."""
         return sum(self.reads.values()) + sum(b.nbytes for b in self.writes)
 
 
 @dataclass(frozen=True)
 class Launches:
-    """All of a graph; what it is given and what it returns."""
+    """Holds all launches of a graph, its inputs and its results."""
 
-    # By their places in the order.
+    # Sorted by their places in the order.
     launches: list[Launch]
-    # What the graph is given, by placeholders and constants.
+    # Placeholders and constants of the graph.
     inputs: list[Buffer]
-    # Of each result those of its tensors.
+    # Buffers of the tensors of each result.
     outputs: list[list[Buffer]]

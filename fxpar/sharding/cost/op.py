@@ -1,10 +1,10 @@
-"""The arithmetic of one op: flops, dims, the points it runs over, whether it is
-a view, whether it can be fused.
+"""Computes the arithmetic of one op: flops, dims, the points it runs over, whether it
+is a view, whether it can be fused.
 
 In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
-ones. Out: numbers and yes or no. Reads the op's facts, arguments and shapes alone;
-never changes a node. And what such a call takes by itself (``kernel_seconds``), by the
-roofline of ``Hardware``.
+ones. Out: numbers and yes or no, and the seconds of such a call by itself
+(``kernel_seconds``), by the roofline of ``Hardware``. Reads the op's facts, arguments
+and shapes alone. Never: changes a node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
 # Namespaces of ops whose operands are known by their places.
 _KNOWN = {"aten", "fxpar", "higher_order", "torch_attn"}
 
-# A reduction to few rows takes a second kernel to add up, from so many columns on.
+# A reduction to fewer rows than _FEW takes a second kernel to add up if each row has at
+# least _MANY columns.
 _FEW, _MANY = 64, 8192
 
 # Flops of attention for a pair of query and key and an element of a head, forward and
@@ -57,7 +58,7 @@ Shapes = Sequence[Sequence[float]]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's value."""
+    """Return the tensors of a node's value."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -66,18 +67,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def nbytes_of(value: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, open sizes as they were traced."""
+    """Return the bytes of a tensor's elements, open sizes as they were traced."""
     return hint_numel(value) * value.dtype.itemsize
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the tensors that a node gives."""
+    """Return the bytes of the tensors that a node gives."""
     return sum(map(nbytes_of, tensors_in(node.meta.get("val"))))
 
 
 def flops_of(node: fx.Node) -> float:
-    """Flops of a contraction, convolution or attention; 0 for all else. Of a causal
-    attention in a local graph, of the rank that sees most."""
+    """Return the flops of a contraction, convolution or attention; 0 for all else. For
+    a causal attention in a local graph, the flops of the rank that sees most."""
     if not contracts(node.target):
         return 0.0
     return _flops_unmasked(node) * (
@@ -86,14 +87,15 @@ def flops_of(node: fx.Node) -> float:
 
 
 def hidden_flops_of(node: fx.Node) -> float:
-    """Flops of the pairs that a causal mask hides, which ``flops_of`` leaves out."""
+    """Return flops of the pairs that a causal mask hides, which ``flops_of`` leaves
+    out."""
     if not _is_attention(node.target):
         return 0.0
     return _flops_unmasked(node) * hidden_share(node)
 
 
 def _flops_unmasked(node: fx.Node) -> float:
-    """Where each query sees each key."""
+    """Return the flops if each query sees each key."""
     target, shapes = node.target, _traced_shapes(node)
     if _name(target) == _DOT:
         return 2.0 * math.prod(_sizes(node, shapes).values())
@@ -116,16 +118,16 @@ def _flops_unmasked(node: fx.Node) -> float:
 
 @cache
 def family_of(target: Any) -> str:
-    """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
+    """Return the family by which ``Hardware.peak`` finds the peak of a contraction."""
     family = "attention" if _is_attention(target) else ""
     family = "convolution" if "convolution" in _name(target) else family
     return f"{family} backward" if family and _is_backward(target) else family
 
 
 def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
-    """Those of what ``flops_of`` counts: of one product of a batch of them, of an
-    attention that of queries and keys. ``shapes``: of its tensors, operands before
-    results, if not as they were traced: those that a rank holds."""
+    """Return the dims of the product that ``flops_of`` counts: of one of a batch of
+    products, for an attention of queries and keys. ``shapes``: of its tensors, operands
+    before results, if not as they were traced, e.g. those that a rank holds."""
     target = node.target
     shapes = _traced_shapes(node) if shapes is None else shapes
     if _name(target) == _DOT:
@@ -144,11 +146,11 @@ def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
         return ProductDims(float(query[rows]), float(key[rows]), float(query[-1]))
     if _is_convolution(target):
         return _dims_of_convolution(*_convolved(node, shapes))
-    return NO_DIMS  # an op of the user's, of which only flops are told
+    return NO_DIMS  # an op of the user's, of which only flops are known
 
 
 def _traced_shapes(node: fx.Node) -> Shapes:
-    """Of a call's operands, then of its results."""
+    """Return the shapes of a call's operands, then of its results."""
     operands = (n.meta["val"] for n in tensor_nodes(node))
     return [hint_shape(t.shape) for t in (*operands, *tensors_in(node.meta["val"]))]
 
@@ -159,8 +161,9 @@ def dims_of_factors(
     result: Collection[str],
     size: Mapping[str, float],
 ) -> ProductDims:
-    """Those of a product of two operands by named factors. What both operands and the
-    result have counts products; a window, which one operand has alone, is summed."""
+    """Return the dims of a product of two operands by named factors. Factors that both
+    operands and the result have count products; a window, which one operand has alone,
+    is summed."""
     a, b, out = set(left), set(right), set(result)
     parts = (a & out) - b, (b & out) - a, (a | b) - out
     m, n, k = (float(math.prod(size[f] for f in part)) for part in parts)
@@ -168,8 +171,9 @@ def dims_of_factors(
 
 
 def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
-    """What has a point for each window, what windows slide over, and the weight; of a
-    transposed convolution the first is its input."""
+    """Return shapes of the tensor with a point for each window, of the one that windows
+    slide over, and of the weight; for a transposed convolution the first is its
+    input."""
     target, transposed = node.target, _TRANSPOSED.get(node.target)
     result_first = shapes[:3] if _is_backward(target) else (shapes[-1], *shapes[:2])
     windows, rows, weight = result_first
@@ -181,14 +185,15 @@ def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
 def _dims_of_convolution(
     windows: Sequence[float], rows: Sequence[float], weight: Sequence[float]
 ) -> ProductDims:
-    """Of the product it is: points by channels, by the other channels and window."""
+    """Return the dims of the equivalent product: points by channels, by the other
+    channels and window."""
     groups = rows[1] / max(1, weight[1])
     m, n, k = windows[0] * math.prod(windows[2:]), weight[0], math.prod(weight[1:])
     return ProductDims(float(m), n / max(1, groups), float(k))
 
 
 def _words(node: fx.Node) -> list[list[str]]:
-    """Factors of both operands and of the result of ``fxpar::dot``."""
+    """Return the factors of both operands and of the result of ``fxpar::dot``."""
     left, right = node.args[2].split("->")
     return [word.split() for word in (*left.split(","), right)]
 
@@ -209,7 +214,7 @@ def _is_convolution(target: Any) -> bool:
 
 
 def _is_users(target: Any) -> bool:
-    """Whether an op is none of torch's or ours."""
+    """Return whether an op is none of torch's or ours."""
     return getattr(target, "namespace", "aten") not in _KNOWN
 
 
@@ -223,22 +228,23 @@ def _is_flex(target: Any) -> bool:
 
 @cache
 def query_position(target: Any) -> int | None:
-    """Of the queries of an attention among its operands, before that of the keys; most
-    backwards have the gradient before them. None of any other op."""
+    """Return the position of an attention's queries among its operands; the keys
+    follow. Most backwards have the gradient before the queries. None for any other
+    op."""
     if not _is_attention(target):
         return None
     return int(_is_backward(target) and not _is_flex(target))
 
 
 def _attended(node: fx.Node, shapes: Shapes) -> Shapes:
-    """Query and key."""
+    """Return the shapes of query and key."""
     first = query_position(node.target)
     assert first is not None
     return shapes[first : first + 2]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call gives its first operand's memory, seen in another way."""
+    """Return whether a call gives its first operand's memory, seen in another way."""
     facts = op_facts_of(node.target)
     if facts.reshapes and not facts.view:
         source = node.args[0].meta["val"]
@@ -248,7 +254,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The node whose memory a chain of views shows; itself where it is no view."""
+    """Return the node whose memory a chain of views shows; itself where it is no
+    view."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -258,8 +265,8 @@ def viewed(node: fx.Node) -> fx.Node:
 def viewable(
     shape: tuple[int, ...], stride: tuple[int, ...], target: tuple[int, ...]
 ) -> bool:
-    """Whether strided memory can be seen in another shape without a copy."""
-    runs: list[int] = []  # sizes of neighbouring dims that lie in memory as one
+    """Return whether strided memory can be seen in another shape without a copy."""
+    runs: list[int] = []  # sizes of neighbouring dims that are stored as one
     step = None
     for n, s in zip(reversed(shape), reversed(stride), strict=True):
         if n == 1:
@@ -281,7 +288,7 @@ def viewable(
 
 @cache
 def contracts(target: Any) -> bool:
-    """Whether an op is a contraction, a convolution or attention."""
+    """Return whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
     name = _name(target)
     attends = "scaled_dot_product" in name or "causal_attention" in name
@@ -291,7 +298,7 @@ def contracts(target: Any) -> bool:
 
 @cache
 def is_light(target: Any) -> bool:
-    """Whether Inductor generates the op, and so can fuse it."""
+    """Return whether Inductor generates the op, and so can fuse it."""
     if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
         return False
     facts = op_facts_of(target)
@@ -300,7 +307,8 @@ def is_light(target: Any) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether the op is light and each element of its result is made by itself."""
+    """Return whether the op is light and each element of its result is made by
+    itself."""
     target = node.target
     facts = op_facts_of(target)
     if not is_light(target) or facts.gathers or facts.rows is not None:
@@ -312,8 +320,9 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def light_operations(node: fx.Node, points: int, facts: OpFacts) -> int:
-    """How often a light op over so many points does it: a pool with each element of
-    each window, of which there are as many as elements of what it makes smaller."""
+    """Return the element operations of a light op over ``points`` points: for a pool
+    one per element of each window, with a window for each element of its smaller
+    end."""
     position = facts.window
     if position is None:
         return points
@@ -323,8 +332,8 @@ def light_operations(node: fx.Node, points: int, facts: OpFacts) -> int:
 
 
 def is_unordered(node: fx.Node) -> bool:
-    """Whether its threads write in any order: nothing follows in the same kernel. Into
-    a constant Inductor writes by comparing indices instead."""
+    """Return whether its threads write in any order: nothing follows in the same
+    kernel. Into a constant Inductor writes by comparing indices instead."""
     if not op_facts_of(node.target).scatters:
         return False
     into = node.args[0]
@@ -338,8 +347,9 @@ def _name(target: Any) -> str:
 
 
 def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
-    """Seconds of a share of a call, as a kernel of its own but for its launch: 0 of a
-    view. What multiplies no matrices is bound by memory, which it reads and writes."""
+    """Return the seconds of a share of a call, as a kernel of its own without its
+    launch: 0 for a view. An op that multiplies no matrices is bound by the memory it
+    reads and writes."""
     results = tensors_in(node.meta.get("val"))
     if not results or is_view(node):
         return 0.0
@@ -357,27 +367,29 @@ def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a light op runs over."""
+    """Holds the points that a light op runs over."""
 
     # Elements of the largest tensor that it gives, or reads all of.
     points: int
-    # That it reduces ``points`` to; 0: it reduces nothing.
+    # Rows that it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0
 
     @staticmethod
     @lru_cache(maxsize=1 << 12)
     def of(points: int, rows: int = 0) -> Domain:
-        """The same one for the same numbers: most ops run over what others do."""
+        """Return the same object for the same numbers: most ops run over points that
+        others do."""
         return Domain(points, rows)
 
     @property
     def is_split(self) -> bool:
-        """Whether it takes a kernel more to add up."""
+        """Return whether it takes a second kernel to add up."""
         return 0 < self.rows < _FEW and self.points >= self.rows * _MANY
 
     def fits(self, other: Domain) -> bool:
-        """Whether both can be one kernel: one number of points (what has fewer is
-        computed again for each), of rows and columns where something is reduced."""
+        """Return whether both can be one kernel: of equal points (an op with fewer is
+        computed again for each), and of equal rows and columns where something is
+        reduced."""
         if self.rows and other.rows:
             return self == other
         if not (self.rows or other.rows):
@@ -386,7 +398,7 @@ class Domain:
         return plain.points <= reduced.rows or plain.points == reduced.points
 
     def joined(self, other: Domain) -> Domain:
-        """That of both in one kernel."""
+        """Return the domain of both in one kernel."""
         points, rows = max(self.points, other.points), self.rows or other.rows
         if points == self.points and rows == self.rows:
             return self
@@ -396,8 +408,8 @@ class Domain:
 def domain_of(
     node: fx.Node, reads: Iterable[int], facts: OpFacts | None = None
 ) -> Domain:
-    """The domain of a light op that reads tensors of so many elements. ``facts``: of
-    its target, if they are known."""
+    """Return the domain of a light op that reads tensors of ``reads`` elements.
+    ``facts``: of its target, if they are known."""
     sizes = list(map(hint_numel, tensors_in(node.meta.get("val"))))
     read = max(reads, default=0)
     most, least = max(sizes, default=0), min(sizes, default=0)

@@ -1,12 +1,14 @@
-"""The kernels of a program: what each op moves and when, and its seconds on one rank.
+"""Finds the kernels of a program: the bytes each op moves and when, and its seconds on
+one rank.
 
-In: a Program. Out: ``ProgramKernels``, whatever plan is chosen. The graph is read as
+In: a Program. Out: ``ProgramKernels``, the same under any plan. The graph is read as
 the simulation reads a local one (``fused_kernels``), in global shapes and without
-collectives: the forward, then the backward with what it computes again (``recompute``).
-So it is known which values are written to memory at all, which op pays for what a
-kernel reads for several of them, and when a kernel runs. Time counts ops.
+collectives: the forward, then the backward with the ops it computes again
+(``recompute``). So it is known which values are written to memory at all, which op pays
+for a value that a kernel reads for several of them, and when a kernel runs. Time counts
+ops. Never: changes a graph.
 
-``FusedWork`` gives the seconds of an op under a strategy: its part of a roofline per
+``seconds`` gives the seconds of an op under a strategy: its part of a roofline per
 kernel. A value that only its own kernel reads is never written: it costs nothing. A
 kernel is launched once, by its first op, however its ops are split; so work that is not
 split is never free for want of a floor (where the floor is per op, replicated work is).
@@ -60,34 +62,35 @@ from fxpar.sharding.strategy import Strategy
 
 @dataclass(frozen=True)
 class Work:
-    """One op's work, of all ranks together."""
+    """Is one op's work, of all ranks together."""
 
     # Flops of its contraction, twice those if the backward computes it again; 0 for a
     # light op.
     flops: float
-    # (position among ``op.tensors``, bytes) that it reads or writes in memory; of what
-    # its kernel reads for several ops, its share. In the forward, and, of what the
-    # backward computes again, there too.
+    # (position among ``op.tensors``, bytes) that it reads or writes in memory; its
+    # share of a value that its kernel reads for several ops. In the forward, and in
+    # the backward too if that computes the op again.
     moved: tuple[tuple[int, float], ...]
-    # Of each tensor; none for a view.
+    # Shape of each tensor; none for a view.
     shapes: tuple[tuple[int, ...], ...]
-    # Kernels that start with it.
+    # Number of kernels that start with it.
     launches: int
-    # Of the first floating-point tensor; of the last, if none is.
+    # Dtype of the first floating-point tensor; of the last, if none is.
     dtype: torch.dtype
-    # Which peak a contraction has, as ``Hardware.peak`` knows it.
+    # The family by which ``Hardware.peak`` finds the peak of a contraction.
     family: str = ""
-    # Of an attention with a causal mask: a schedule may have ranks swap queries.
+    # Whether, for an attention with a causal mask, ranks may swap queries.
     balances: bool = False
-    # Flops of what the causal mask of an attention hides.
+    # Flops of the pairs that the causal mask of an attention hides.
     hidden_flops: float = 0.0
-    # Operations on elements of a light op, of its class in ``Hardware.light``; twice
-    # those if the backward computes it again.
+    # (class in ``Hardware.light``, operations on elements) of a light op; twice those
+    # if the backward computes it again.
     light: tuple[str, float] = ("", 0.0)
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
-    """Seconds of this op on one rank, and of what it sends, without its launch."""
+    """Return the seconds of this op on one rank, and of its messages, without its
+    launch."""
     shards = {f: _shards(op.rule.size[f], mesh, axes) for f, axes in strategy.factors}
 
     def share(position: int) -> float:
@@ -104,9 +107,9 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         if rate is not None:
             operations *= points / max((1, *sizes))
             return max(streamed, operations / rate) + messages
-        # Registers are not free either: else what is between would be left whole.
+        # Registers are not free either: else values in a kernel would be left whole.
         return streamed + points / on.peak("float32").flops + messages
-    pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
+    pinned = dict(op.rule.pinned)  # ops inside a region count their own part
     parts = math.prod(n for f, n in shards.items() if f not in pinned)
     flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
 
@@ -125,8 +128,8 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
-    """By how much less the rank has to do that takes longest, than the slowest takes
-    for all."""
+    """Return the factor by which the work of the rank that takes longest is less than
+    all the work on the slowest rank."""
     if not rows:
         return mesh.count(axes)
     if shard_sizes.has_shares(mesh, axes):
@@ -137,8 +140,8 @@ def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
 
 
 def _slowest_rows(rows: int, mesh: Mesh, axes: Axes) -> float:
-    """So many rows the slowest rank would do in the time of the one that takes longest
-    for its own."""
+    """Return how many rows the slowest rank would compute in the time of the rank that
+    takes longest for its own."""
     if not axes:
         return rows
     speeds = mesh.speeds_of(axes[0])
@@ -151,7 +154,8 @@ def _slowest_rows(rows: int, mesh: Mesh, axes: Axes) -> float:
 
 
 def work_alone(op: Op, values: Sequence[Value]) -> Work:
-    """The work of an op that is fused with nothing: it moves each of its tensors."""
+    """Return the work of an op that is fused with nothing: it moves each of its
+    tensors."""
     if is_view(op):
         return work_of(op, values, (), 0)
     moved = tuple((i, float(values[v].nbytes)) for i, v in enumerate(op.tensors))
@@ -165,8 +169,8 @@ def work_of(
     launches: int,
     balances: bool = False,
 ) -> Work:
-    """The work of an op that moves so much and starts so many kernels. ``balances``: as
-    of a program."""
+    """Return the work of an op that moves ``traffic`` and starts ``launches`` kernels.
+    ``balances``: as in a program."""
     tensors = [values[v] for v in op.tensors]
     floating = [x.dtype for x in tensors if x.dtype.is_floating_point]
     dtype = floating[0] if floating else tensors[-1].dtype
@@ -183,8 +187,8 @@ def work_of(
 
 
 def _light_of(op: Op, points: int) -> tuple[str, float]:
-    """Return the class of what a light op over so many points does, and how often;
-    that of any other op is empty."""
+    """Return the class and number of element operations of a light op over ``points``
+    points; ("", 0.0) for any other op."""
     if not is_light(op.target):
         return "", 0.0
     facts = op_facts_of(op.target)
@@ -192,7 +196,8 @@ def _light_of(op: Op, points: int) -> tuple[str, float]:
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
-    """By how much more the rank has to do that has most of a causal attention."""
+    """Return how many times the mean work the rank has that has most of a causal
+    attention."""
     first = query_position(op.target)
     if first is None:
         return 1.0
@@ -204,7 +209,7 @@ def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
 
 
 def _dims(op: Op, work: Work, shards: Mapping[str, float]) -> ProductDims:
-    """Those of what ``flops_of_op`` counts, on one rank."""
+    """Return the dims of the product that ``flops_of_op`` counts, on one rank."""
     rule = op.rule
     if has_formula(op.target):
         return dims_of(op.node, _local_shapes(op, work, shards))
@@ -216,7 +221,7 @@ def _dims(op: Op, work: Work, shards: Mapping[str, float]) -> ProductDims:
 
 
 def _local_shapes(op: Op, work: Work, shards: Mapping[str, float]) -> Shapes:
-    """Of each tensor, on one rank."""
+    """Return the shape of each tensor on one rank."""
     return [
         [
             n / math.prod(shards.get(f, 1) for f in dim)
@@ -227,25 +232,25 @@ def _local_shapes(op: Op, work: Work, shards: Mapping[str, float]) -> Shapes:
 
 
 def flops_of_op(op: Op) -> float:
-    """Flops as a whole; of an op that torch has no formula for, and whose rule is a
-    contraction, those of its factors. 0 for light ops."""
+    """Return the flops of the whole op; for a contraction that torch has no formula
+    for, the product of its factors. 0 for light ops."""
     flops = flops_of(op.node)
     if not flops and contracts(op):
         flops = 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
     return flops
 
 
-# Time of what does not happen.
+# The time of a kernel that does not run.
 NEVER = -1
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramKernels:
-    """What the kernels of a program move, and when."""
+    """Says what the kernels of a program move, and when."""
 
-    # What they are of, in global shapes.
+    # The program, in global shapes.
     program: Program
-    # For each value the one whose memory it shows: itself, but of views.
+    # For each value the one whose memory it shows: itself, unless it is a view.
     base: tuple[int, ...]
     # Bases of values that are in memory at all.
     written: frozenset[int]
@@ -253,40 +258,42 @@ class ProgramKernels:
     recomputed: frozenset[int]
     # Bases of values that the backward writes to memory, recomputed ones included.
     written_late: frozenset[int]
-    # Of each op.
+    # Work of each op.
     works: tuple[Work, ...]
-    # Of each op when its kernel runs, in the forward and in the backward; NEVER if not.
+    # When each op's kernel runs, in the forward and in the backward; NEVER if not.
     runs: tuple[tuple[int, int], ...]
-    # Of each value, whether it is read, by light ops alone.
+    # Whether each value is read, and by light ops alone.
     read_by_light: tuple[bool, ...]
 
     @property
     def of_alike_shards(self) -> ProgramKernels:
-        """The same where ranks swap nothing to have as much to do."""
+        """Return the same without swaps that would give ranks equal work."""
         works = (replace(w, balances=False) if w.balances else w for w in self.works)
         return replace(self, works=tuple(works))
 
     def made_at(self, v: int) -> int:
-        """When the kernel first runs that writes a value; 0 for inputs."""
+        """Return when the kernel that writes a value first runs; 0 for inputs."""
         if v not in self.program.producers:
             return 0
         forward, backward = self.runs[self.program.producers[v][0]]
         return backward if forward == NEVER else forward
 
     def made_by_light(self, v: int) -> bool:
-        """Whether Inductor generates the op that makes a value, or what it views."""
+        """Return whether Inductor generates the op that makes a value, or the one it
+        views."""
         maker = self.program.producers.get(self.base[v])
         return maker is not None and is_light(self.program.ops[maker[0]].target)
 
     def reads_lightly(self, index: int) -> bool:
-        """Whether Inductor generates the op, or all that read the view it is."""
+        """Return whether Inductor generates the op, or, if it is a view, all ops that
+        read it."""
         op = self.program.ops[index]
         return self.read_by_light[op.results[0]] if is_view(op) else is_light(op.target)
 
 
 def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKernels:
-    """``gathered``: values the backward makes anew in any case, those computed from
-    resting parameters alone."""
+    """Return the kernels of a program. ``gathered``: values the backward makes again in
+    any case, those computed from sharded parameters alone."""
     run = _Run(program, gathered)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
@@ -310,8 +317,8 @@ def _works(
     launched: Mapping[int, int],
     runs: Sequence[tuple[int, int]],
 ) -> Iterator[Work]:
-    """Yield the work of each op, one object for equal ops. An attention looks at its
-    mask."""
+    """Yield the work of each op, one object for equal ops. An attention has its own,
+    since it looks at its mask."""
     work_of_key: dict[Any, Work] = {}
     for i, op in enumerate(program.ops):
         traffic, launches = tuple(moved.get(i, ())), launched[i]
@@ -334,7 +341,7 @@ def _works(
 
 
 class _Run:
-    """The graph of a program, read in the order it runs."""
+    """Reads the graph of a program in the order it runs."""
 
     def __init__(self, program: Program, gathered: Collection[int]) -> None:
         self.program = program
@@ -343,10 +350,10 @@ class _Run:
         self.value_of: dict[Buffer, int] = {}
         self.launches: list[Launch] = []
         self.reader = KernelReader()
-        # The op that runs at each place in the order; after all where constants that
-        # are returned are made.
+        # The op that runs at each place in the order; the last place is for constants
+        # that are returned.
         self.times: list[int] = []
-        # Of the forward.
+        # Number of nodes of the forward.
         self.early = 0
         if program.ops:
             self._read(program.ops[0].node.graph, gathered)
@@ -395,7 +402,7 @@ class _Run:
         return [self.value_of[buffer] for buffer in launch.writes]
 
     def base(self) -> list[int]:
-        """For each value the one whose memory it shows."""
+        """Return for each value the one whose memory it shows."""
         out = list(range(len(self.program.values)))
         for op in self.program.ops:
             views = _flat(self.reader.values.get(op.node, []))
@@ -407,16 +414,16 @@ class _Run:
         return out
 
     def leaders(self) -> list[int]:
-        """The op that each kernel starts with."""
+        """Return the op that each kernel starts with."""
         ops = (
             [self.op_of[n] for n in x.nodes if n in self.op_of] for x in self.launches
         )
         return [min(each) for each in ops if each]
 
     def moved(self, base: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
-        """Of each op (position, bytes): what it leaves in memory, and its part of what
-        its kernel reads. That is read once: a reader that is split saves its part, not
-        the whole, so ops pay in proportion to what they read."""
+        """Return for each op (position, bytes) of its results in memory, and its part
+        of the bytes its kernel reads. These are read once: a reader that is split saves
+        its part, not the whole, so ops pay in proportion to the bytes they read."""
         program = self.program
         out: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for launch in self.launches:
@@ -441,7 +448,8 @@ class _Run:
         return out
 
     def runs(self) -> list[tuple[int, int]]:
-        """For each op when its kernel runs: (in the forward, in the backward)."""
+        """Return for each op when its kernel runs: (in the forward, in the
+        backward)."""
         out = [[NEVER, NEVER] for _ in self.program.ops]
         for launch in self.launches:
             at = self.times[math.ceil(launch.order)]
@@ -451,7 +459,7 @@ class _Run:
 
 
 def _flat(views: Sequence[object]) -> list[TensorView]:
-    """The tensors of a call's result, in order."""
+    """Return the tensors of a call's result, in order."""
     out: list[TensorView] = []
     for view in views:
         if isinstance(view, list):
@@ -462,7 +470,8 @@ def _flat(views: Sequence[object]) -> list[TensorView]:
 
 
 def _times(ops: Sequence[int], own: Collection[int], end: int) -> list[int]:
-    """For each place the op that runs there or, of what is not ``own``, next."""
+    """Return for each place the op that runs there or, if that is not among ``own``,
+    the next one that is."""
     out, now = [], end
     for op in reversed(ops):
         now = op if op in own else now

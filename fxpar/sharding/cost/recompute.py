@@ -1,10 +1,11 @@
-"""Recomputation: which calls forward and backward run, those that the backward
-computes again in both.
+"""Decides which calls forward and backward run; those that the backward computes again
+are in both.
 
 In: a joint graph, in global shapes or in local ones. Out: its nodes, in order. Where
 AOTAutograd solves a minimum cut, this decides one value after the other: a light op is
-computed again if what it reads weighs less than what it gives, or is kept anyway. What
-is tagged to be computed again (gathered parameters, the user's checkpoints) is.
+computed again if its operands weigh less than its result, or are kept anyway. Values
+tagged to be computed again (gathered parameters, the user's checkpoints) are. Never:
+changes the graph.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from fxpar.sharding.cost.op import (
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import ancestors, depending_on_tangents
 
-# What the tags of checkpoints say: whether the backward computes a value again.
+# By tag of a checkpoint: whether the backward computes a value again.
 _TAGGED = {
     CheckpointPolicy.MUST_RECOMPUTE: True,
     CheckpointPolicy.PREFER_RECOMPUTE: True,
     CheckpointPolicy.MUST_SAVE: False,
 }
 
-# So many light ops in a row are computed again, as AOTAutograd bans long chains.
+# The most light ops in a row that are computed again; AOTAutograd bans long chains too.
 _CHAIN = 16
 
 
 def phases(
     graph: fx.Graph, gathered: Collection[fx.Node] = ()
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The calls of a graph that the forward runs, and those that the backward runs,
-    each in order; what the backward computes again is in both, ``gathered`` in any
-    case. All are of the forward in a graph that is not joint."""
+    """Return the calls of a graph that the forward runs, and those that the backward
+    runs, each in order; those that the backward computes again are in both,
+    ``gathered`` in any case. In a graph that is not joint all are of the forward."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     backward = depending_on_tangents(graph)
     if not backward:
@@ -55,7 +56,7 @@ def phases(
 
 
 def given_of(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.Node]:
-    """What the backward reads of the forward."""
+    """Return the nodes of the forward that the backward reads."""
     there, read = set(second), {r for n in second for r in n.all_input_nodes}
     return [n for n in first if n in read and n not in there]
 
@@ -65,8 +66,8 @@ def _with_again(
     backward: Collection[fx.Node],
     gathered: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """The nodes that the backward runs: ``backward``, and others that it computes for
-    itself, each before what reads it."""
+    """Return the nodes that the backward runs: ``backward``, and others that it
+    computes for itself, each before its reader."""
     recomputed = computed_again(calls, backward, gathered)
     placed: set[fx.Node] = set()
     out: list[fx.Node] = []
@@ -93,17 +94,17 @@ def computed_again(
     backward: Collection[fx.Node],
     gathered: Collection[fx.Node] = (),
 ) -> set[fx.Node]:
-    """What the backward, the nodes that are ``backward``, reads and computes from other
-    values that it is given. Not what it would have to write to memory, where a product
-    reads it. ``gathered``: what it makes anew in any case.
-    """
+    """Return the nodes that the backward computes again, from other values that it is
+    given. ``backward``: its own nodes; ``gathered``: nodes it makes again in any case.
+    A node that would have to be written to memory, since a product reads it, is not
+    computed again."""
     reads = {node: node.all_input_nodes for node in calls}
     read_nodes: set[fx.Node] = set()
     recomputed: set[fx.Node] = set()
     tags = {node: tag(node) for node in calls}
     saved = {viewed(node) for node, is_again in tags.items() if is_again is False}
     must = set(saved)
-    row: dict[fx.Node, int] = {}  # so many ops after it are computed again
+    row: dict[fx.Node, int] = {}  # how many ops after it are computed again
     for node in reversed(calls):
         if node in backward:
             if not is_light(node.target):
@@ -139,9 +140,9 @@ def _free(
     may: Collection[fx.Node],
     available: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """Those that ``may`` go, since a few light ops give them of others that are
-    ``available``."""
-    ops: dict[fx.Node, int] = {}  # so many in a row
+    """Return the nodes of ``may`` that need not be saved, since a few light ops make
+    them from others that are ``available``."""
+    ops: dict[fx.Node, int] = {}  # how many in a row
     out = []
     for node in early:
         read = (r for r in reads[node] if r.op != "placeholder")
@@ -157,7 +158,7 @@ def _free(
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a value takes no work: a view, a constant, or no tensor."""
+    """Return whether a value takes no work: a view, a constant, or no tensor."""
     if node.target is operator.getitem:
         return _is_given(node.args[0])
     if node.op == "get_attr" or op_facts_of(node.target).constant:
@@ -205,5 +206,5 @@ def _is_lighter(
         r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
     }
     more = sum(bytes_of(r) for r in read if r not in read_nodes)
-    # Of a function of one value that one is kept, from which there may be others.
+    # Of equal sizes the one operand is kept: other values may be made from it as well.
     return more < size or more == size and len(read) == 1

@@ -1,13 +1,13 @@
-"""When tasks run: one compute stream, and a stream for each set of axes.
+"""Simulates when tasks run: one compute stream, and a stream for each set of axes.
 
 In: tasks in the order they are launched. Out: start and end of each, in seconds.
 ``Simulation.change`` takes new durations, and other axes, and computes again only what
 they change: the delta simulation of FlexFlow (Jia, Zaharia and Aiken, SysML 2019), with
-the very result of a full one. Knows no graph and no hardware.
+exactly the result of a full one. Never: looks at a graph or hardware.
 
-The model is what PyTorch does, with NCCL and gloo alike. Kernels run one after the
+The model is what PyTorch does, with both NCCL and gloo. Kernels run one after the
 other. Each set of axes that communicates has a process group, and so a stream: a
-collective starts once all that was launched before it has run, not merely its operand,
+collective starts once all tasks launched before it have run, not only its operand,
 since its stream waits for the compute stream where it is called. It also waits for
 those called before it along any of its axes: sets that share an axis share its links,
 on which two at a time would each have a part, to end no sooner together. Axes that are
@@ -30,13 +30,13 @@ from fxpar.sharding.axis_parts import axis_of
 
 @dataclass(frozen=True)
 class Task:
-    """What takes time, in the order it is launched."""
+    """Is a kernel, a collective or a wait, in the order of launches."""
 
-    # As it is shown.
+    # The name under which it is shown.
     name: str
-    # That it takes.
+    # Its duration.
     seconds: float = 0.0
-    # That a collective goes along; a kernel and a wait have none.
+    # The axes that a collective runs along; a kernel and a wait have none.
     axes: tuple[str, ...] = ()
     # The collective that a wait is for; a collective of any duration first waits for
     # it.
@@ -44,12 +44,12 @@ class Task:
 
 
 class Simulation:
-    """When each of some tasks runs; ``change`` gives some of them other durations.
+    """Says when each of some tasks runs; ``change`` gives some of them other durations.
 
-    ``starts``, ``ends``: seconds, by index of the task; of a collective of no duration
+    ``starts``, ``ends``: seconds, by index of the task; for a collective of no duration
     when its result is there. ``axes``: all that collectives may run along, in the order
-    of ``bits``; by default those of the tasks. ``compiled``: whether to run the loop by
-    numba, which takes a second to load and is then some 50 times as fast.
+    of ``bits``; by default the axes of the tasks. ``compiled``: whether to run the loop
+    by numba, which takes a second to load and is then some 50 times as fast.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Simulation:
             self._run(0, n - 1)
 
     def bits(self, axes: Sequence[str]) -> int:
-        """Axes as a number, for ``change``."""
+        """Return axes as a number, for ``change``."""
         return sum(1 << self.axes.index(a) for a in {axis_of(axis) for axis in axes})
 
     def _run(self, first: int, last: int) -> int:
@@ -111,20 +111,20 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """When all is done."""
+        """Return when all is done."""
         n = len(self._clock) * len(self.axes)
         return float(max([self.clock(-1), *self._free[n - len(self.axes) : n]]))
 
     def clock(self, i: int) -> float:
-        """When the compute stream has come past task i, or past all: -1."""
+        """Return when the compute stream has passed task i, or all tasks: -1."""
         return float(self._clock[i]) if len(self._clock) else 0.0
 
     def change(
         self, durations: Mapping[int, float], along: Mapping[int, int] | None = None
     ) -> float:
         """Give tasks, by index, other durations, and collectives other axes (``bits``);
-        returns ``seconds``. Raises IndexError, and ValueError on a wait, which takes
-        what it takes."""
+        return ``seconds``. Raises IndexError, and ValueError on a wait, which has no
+        duration of its own."""
         if not durations:
             return self.seconds
         for i in durations:
@@ -140,7 +140,7 @@ class Simulation:
 
 
 def _readers(of: Sequence[int]) -> list[int]:
-    """For each task the last that waits for it."""
+    """Return for each task the last that waits for it."""
     out = [-1] * len(of)
     for i, j in enumerate(of):
         if j >= 0:
@@ -163,8 +163,8 @@ def _advance(
     free,
 ):
     """Run tasks from ``first`` on; stop, at the earliest at ``last``, where all is as
-    it was. ``clock[i]``: the compute stream's time after task i; ``free[i * width +
-    a]``: when the links of axis a are free then. Returns where."""
+    it was, and return that index. ``clock[i]``: the compute stream's time after task i;
+    ``free[i * width + a]``: when the links of axis a are free then."""
     now = clock[first - 1] if first > 0 else 0.0
     for i in range(first, len(kinds)):
         row = i * width
@@ -207,7 +207,8 @@ def _advance(
 
 @cache
 def _compiled() -> Callable[..., int]:
-    """``_advance`` by numba, kept on disk; itself where numba is not installed."""
+    """Return ``_advance`` by numba, kept on disk; itself where numba is not
+    installed."""
     try:
         from numba import njit
     except ImportError:

@@ -1,10 +1,10 @@
-"""Pairs of query and key that the mask of an attention leaves to look at.
+"""Counts the pairs of query and key that the mask of an attention leaves visible.
 
 In: a call of attention, in a graph of global shapes or of local ones, where a causal
 mask counts places. Out: how many pairs, for each of batch and heads, the rank has that
-has most: it is the one that a step waits for. Some kernels skip what a causal mask
-hides (``Hardware.masked``); a mask of booleans or numbers they read, and look at all.
-Sizes left open are taken as they were traced.
+has most: a step waits for that rank. Some kernels skip the pairs that a causal mask
+hides (``Hardware.masked``); they read a mask of booleans or numbers, and look at all
+pairs. Sizes left open are taken as they were traced. Never: reads values of a mask.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _SEQUENCE_BEFORE_HEADS = (
     *("_varlen_attn", "_varlen_attn_backward"),
 )
 
-# What a mask or bias beside a causal one is called.
+# Argument names of a mask or bias in addition to a causal one.
 _MASKS = ("attn_mask", "attn_bias", "bias")
 
-# (queries, keys, places of the first query before that of the first key): the last is
-# an int, or a function of the rank, as ``_expression`` writes it.
+# (queries, keys, ahead): query ``i`` sees keys up to ``i + ahead``, which is an int, or
+# a function of the rank, as ``_expression`` writes it.
 _Block = tuple[int, int, Any]
 
 
 def visible_pairs(queries: int, keys: int, ahead: int) -> float:
-    """Pairs in which query ``i`` sees keys up to ``i + ahead``."""
+    """Return the number of pairs in which query ``i`` sees keys up to ``i + ahead``."""
     first = min(max(-ahead, 0), queries)
     full = min(max(keys - ahead, first), queries)
     growing = (full - first) * (first + full + 1 + 2 * ahead) / 2
@@ -45,7 +45,8 @@ def visible_pairs(queries: int, keys: int, ahead: int) -> float:
 
 
 def seen_share(node: fx.Node) -> float:
-    """Pairs of a call, on the rank that has most, over its queries times its keys."""
+    """Return the pairs of a call, on the rank that has most, over its queries times its
+    keys."""
     names = _names(node.target)
     if "is_causal" not in names and "ahead" not in names and "near_ahead" not in names:
         return 1.0
@@ -57,19 +58,21 @@ def seen_share(node: fx.Node) -> float:
 
 
 def hidden_share(node: fx.Node) -> float:
-    """Pairs that the causal mask of a call hides and its kernel may skip or not, over
-    its queries times its keys. fxpar's own calls are never given most of them."""
+    """Return the pairs that the causal mask of a call hides, which its kernel may skip
+    or not, over its queries times its keys. fxpar's own calls get few such pairs: 0."""
     return 1.0 - seen_share(node) if "is_causal" in _names(node.target) else 0.0
 
 
 @cache
 def sequence_dim(target: Any) -> int:
-    """The dim of an attention's queries and keys that is the sequence, from behind."""
+    """Return the dim of an attention's queries and keys that is the sequence, from the
+    end."""
     return -3 if _name(target) in _SEQUENCE_BEFORE_HEADS else -2
 
 
 def is_packed(node: fx.Node) -> bool:
-    """Whether sequences lie one behind the other, where they begin is data."""
+    """Return whether sequences are stored one after the other and where they begin is
+    data."""
     if sequence_dim(node.target) == -2:
         return False
     names = _names(node.target)
@@ -80,8 +83,8 @@ def is_packed(node: fx.Node) -> bool:
 
 
 def counts_places(node: fx.Node) -> bool:
-    """Whether a call on [batch, heads, sequence, features] has a causal mask, and no
-    other: where its queries or keys are split, it counts places."""
+    """Return whether a call on [batch, heads, sequence, features] has a causal mask,
+    and no other: where its queries or keys are split, it counts places."""
     names = _names(node.target)
     if "is_causal" not in names or sequence_dim(node.target) == -3:
         return False
@@ -92,9 +95,10 @@ def counts_places(node: fx.Node) -> bool:
 
 
 def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
-    """By how much more the rank with the last queries and the first keys has to do than
-    the mean of all: of a causal call whose queries and keys are split in so many parts,
-    in order. 1 of packed documents, of which any rank may have the longest."""
+    """Return how many times the mean work of all ranks the one with the last queries
+    and the first keys has, for a causal call whose queries and keys are split in
+    ``query_parts`` and ``key_parts``, in order. 1 for packed documents, of which any
+    rank may have the longest."""
     names = _names(node.target)
     if "is_causal" not in names or not _argument(node, names, "is_causal"):
         return 1.0
@@ -114,19 +118,20 @@ def _name(target: Any) -> str:
 
 @cache
 def _names(target: Any) -> tuple[str, ...]:
-    """Of the arguments, in order."""
+    """Return the names of the arguments, in order."""
     schema = _torch.objects.schema_of(target)
     return tuple(x.name for x in schema.arguments) if schema is not None else ()
 
 
 def _argument(node: fx.Node, names: tuple[str, ...], name: str) -> Any:
-    """What a call gives for an argument; None where it gives nothing."""
+    """Return the value of a call's argument; None if the call gives none."""
     place = names.index(name)
     return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def _rows(node: fx.Node, names: tuple[str, ...]) -> tuple[int, int]:
-    """How many queries and keys a call has; of packed sequences, one at most."""
+    """Return how many queries and keys a call has; for packed sequences, of the
+    longest."""
     if "max_q" in names:
         longest = (_argument(node, names, name) for name in ("max_q", "max_k"))
         queries, keys = (int(_on_rank(_expression(x), 0)) for x in longest)
@@ -138,7 +143,8 @@ def _rows(node: fx.Node, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _blocks(node: fx.Node, names: tuple[str, ...]) -> Iterator[_Block]:
-    """What a mask by places leaves of a call; nothing if it has none."""
+    """Yield the blocks that a mask by places leaves of a call; nothing if it has
+    none."""
     queries, keys = _rows(node, names)
     if "is_causal" in names:
         if _argument(node, names, "is_causal"):
@@ -160,8 +166,8 @@ def _less(a: int, b: int) -> int:
 
 
 def _expression(x: Any) -> Any:
-    """A number of a local graph: itself, or (function, its arguments) where it depends
-    on the rank."""
+    """Return a number of a local graph: itself, or (function, its arguments) where it
+    depends on the rank."""
     if isinstance(x, tuple):
         return tuple(map(_expression, x))
     if not isinstance(x, fx.Node):
@@ -173,7 +179,7 @@ def _expression(x: Any) -> Any:
 
 
 def _on_rank(x: Any, rank: int) -> Any:
-    """What an expression is on a rank."""
+    """Return the value of an expression on a rank."""
     if not isinstance(x, tuple) or not x or not callable(x[0]):
         return x
     function, *args = x
@@ -184,7 +190,7 @@ def _on_rank(x: Any, rank: int) -> Any:
 
 
 def _places(x: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Mesh and axes of what depends on the rank."""
+    """Yield mesh and axes of the parts of an expression that depend on the rank."""
     if isinstance(x, tuple) and x and callable(x[0]):
         if x[0] in rank_ints.PLACES:
             yield x[1], x[2]
@@ -194,7 +200,7 @@ def _places(x: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 @lru_cache(4096)
 def _most(blocks: tuple[_Block, ...]) -> float:
-    """Pairs of all blocks, on the rank that has most."""
+    """Return the pairs of all blocks, on the rank that has most."""
     places = [place for *_, ahead in blocks for place in _places(ahead)]
     ranks: tuple[int, ...] = (0,)
     if places:

@@ -1,1 +1,1 @@
-"""Propagation: a spec for every value, from hints and by conventions."""
+"""Propagation gives every value a spec, from hints and by conventions."""

@@ -1,12 +1,13 @@
-"""From a spec per value to a strategy per op: which axes split which factor.
+"""Turns a spec per value into a strategy per op: which axes split which factor.
 
 In: the propagated State. Out: one Strategy per op. Where all tensors of an op agree
-there is nothing to decide. Where an axis is wanted by several factors, every assignment
-is priced: resharding the operands, resharding the result to its value's spec, and the
-op's own work, which an unused axis leaves undivided. Two rules stand before the price:
-an axis that came from the dim of experts stays on the factor it splits there, so rows
-go to their experts; else one that came from a batch dim does, so data parallelism
-gathers parameters and never the batch (ZeRO; GSPMD section 5).
+there is nothing to decide. Where several factors want an axis, every assignment is
+priced: resharding the operands, resharding the result to its value's spec, and the op's
+own work, which an unused axis leaves undivided. Two rules come before the price: an
+axis that came from the dim of experts stays on the factor it splits there, so rows go
+to their experts; else one that came from a batch dim does, so data parallelism gathers
+parameters and never the batch (ZeRO; GSPMD section 5). Never: changes specs of values,
+or the graph.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _JOINT = 64
 def choose(
     program: Program, state: State, mesh: Mesh, hardware: Hardware
 ) -> list[Strategy]:
-    """A strategy per op; ``hardware``, and the links of ``mesh``, price ties."""
+    """Return a strategy per op; ``hardware``, and the links of ``mesh``, price ties."""
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
-    # What lies, or is made, as it is read costs nothing to bring there.
+    # A value that is fed, or made, in the layout in which it is read needs no reshard.
     open_ = constants_of(program) | may_lie_as_read(program, state)
     cache: dict = {}
     out = []
@@ -66,7 +67,7 @@ def choose(
 
 
 class _Choice:
-    """The decision for one op, from the specs of its tensors."""
+    """Decides the strategy of one op, from the specs of its tensors."""
 
     def __init__(
         self,
@@ -86,9 +87,9 @@ class _Choice:
             project(dims, spec, op.rule.size, mesh, even=op.rule.even_factors)
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
-        # (tensor, axis): axes that stay on their factors, the first kind before others.
+        # Sets of (tensor, axis): axes that stay on their factors, firmest set first.
         self.fixed = fixed
-        self.free = free  # operands that lie, or are made, as they are read
+        self.free = free  # operands that are fed, or made, in any layout
         experts, batch = ({axis for _, axis in kind} for kind in fixed)
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
@@ -112,7 +113,7 @@ class _Choice:
         return best if best is not None else Strategy(self.op.rule.pinned)
 
     def _options(self) -> dict[str, tuple[str, ...]]:
-        """For each axis, the factors that some tensor of the op splits by it."""
+        """Return for each axis the factors that some tensor of the op splits by it."""
         whole, pin, options = self.op.rule.whole, self.op.rule.pin, {}
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
             if axis in pin:
@@ -129,14 +130,15 @@ class _Choice:
         return options
 
     def _rank(self, tensor: int, axis: str) -> int:
-        """How firmly a tensor's axis stays on its factor; 0 is the firmest."""
+        """Return how firmly a tensor's axis stays on its factor; 0 is the firmest."""
         for rank, kind in enumerate(self.fixed):
             if (tensor, axis) in kind:
                 return rank
         return len(self.fixed)
 
     def _build(self, factor_of: dict[str, str | None]) -> Strategy | None:
-        """The strategy of an axis -> factor assignment; None if it is not expressible.
+        """Return the strategy of an axis -> factor assignment; None if it is not
+        expressible.
 
         Axes that share a factor are ordered as in the tensor that has most of them.
         """
@@ -155,7 +157,8 @@ class _Choice:
         return Strategy(tuple(axes_of.items()))
 
     def _agrees(self, strategy: Strategy) -> bool:
-        """Whether no tensor needs resharding (reducing a partial result apart)."""
+        """Return whether no tensor needs resharding, other than reducing a partial
+        result."""
         rule, n = self.op.rule, len(self.op.operands)
         return all(
             operand_spec(rule, strategy, i) == self.specs[i] for i in range(n)
@@ -187,7 +190,8 @@ class _Choice:
         return best
 
     def _cost(self, strategy: Strategy | None) -> float:
-        """Seconds: operands resharded, results settled, the op's share of work."""
+        """Return the seconds of operands resharded, results settled, and the op's
+        work."""
         if strategy is None:
             return math.inf
         op, mesh, values = self.op, self.mesh, self.program.values

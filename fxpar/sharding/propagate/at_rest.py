@@ -1,13 +1,14 @@
-"""Parameters at rest: the layout of each between steps, and how a plan uses it.
+"""Chooses the layouts of parameters at rest, between steps, and how a plan uses them.
 
-``at_rest`` chooses the spec of one parameter: what hints or a plan say, then every axis
-that is left over, on the dim it divides best (ZeRO-3, FSDP). ``settle_at_rest`` is the
-planner's side: axes that a parameter has at rest only (the batch uses them elsewhere)
-stay on whatever is computed from parameters alone (casts, weight norms) and on what is
-computed from a gradient alone, so that a cast comes before its gather and a
-reduce-scatter is one step. No axis spreads from there to activations.
-``lie_as_read``: an input of open layout takes the one in which it is read.
-``exchanged_notes``: notes of parameters whose layout does not suit the program.
+In: shapes, the mesh, hints; for a plan, a propagated program. Out: specs at rest, and
+axes added to the propagated State. ``at_rest`` chooses the spec of one parameter: the
+axes that hints or a plan give, then every axis that is left over, on the dim it divides
+best (ZeRO-3, FSDP). ``settle_at_rest`` is the planner's side: axes that a parameter has
+at rest only (the batch uses them elsewhere) stay on values computed from parameters
+alone (casts, weight norms) and on values computed from a gradient alone, so that a cast
+comes before its gather and a reduce-scatter is one step. ``lie_as_read`` gives an input
+of open layout the one in which it is read. ``exchanged_notes`` notes parameters whose
+layout does not suit the program. Never: lets such an axis pass on to activations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fxpar.sharding.strategy import (
     operand_spec,
 )
 
-# Of so many numbers one may be whole on every rank, so that all shards are equal, or
+# One in this many numbers may be whole on every rank, so that all shards are equal, or
 # that a parameter has the layout in which it is used.
 FEW = 16
 
@@ -45,15 +46,14 @@ def at_rest(
     *,
     alike: bool = False,
 ) -> Spec:
-    """The spec at rest of a parameter of ``shape``.
+    """Return the spec at rest of a parameter of ``shape``.
 
     ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
-    axes that go nowhere else. The other axes go together on one open dim, the first
-    that they divide, else as many as fit. Of a matrix that none divides they cut a dim
-    into chunks, that of least loss, if it has a row for each rank; else it stays whole,
-    as a vector does.
-    An axis for experts first splits dim 0 of stacked matrices. ``alike``: all shards
-    must be equal, as stages need them.
+    axes that split no other dim. The other axes go together on one open dim, the first
+    that they divide, else as many as fit. A matrix with no dim that they divide is cut
+    into chunks along the dim of least loss, if it has a row for each rank; else it
+    stays whole, as a vector does. An axis for experts first splits dim 0 of stacked
+    matrices. ``alike``: all shards must be equal, as stages need them.
     """
     ndim = len(shape)
     dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
@@ -66,7 +66,7 @@ def at_rest(
     if open_ and shard_sizes.is_even(shape[0], mesh, experts):
         dim_axes[0] = experts
         used_axes.update(experts)
-    # Batch axes are gathered at each use: minor, so that what is left is one block.
+    # Batch axes are gathered at each use: minor, so that the rest is one block.
     free_axes = [
         axis
         for axis in sorted(mesh.names, key=lambda axis: axis in batch)
@@ -90,22 +90,24 @@ def at_rest(
 
 
 def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
-    """Whether axes cut a dim as DTensor's ``Shard`` does, no shard being empty."""
+    """Return whether axes cut a dim as DTensor's ``Shard`` does, with no empty
+    shard."""
     chunks = shard_sizes.are_chunks(rows, mesh, axes)
     return chunks and shard_sizes.smallest(rows, mesh, axes) > 0
 
 
 def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
-    """Whether enough of a model is in matrices that nothing divides: a plan with
-    unequal shards has no schedule, microbatches or open sizes. ``arguments``: those of
-    ``at_rest`` for each parameter."""
+    """Return whether more than 1/FEW of a model is in matrices with no dim that the
+    axes divide. Fewer are left whole: a plan with unequal shards has no schedule,
+    microbatches or open sizes. ``arguments``: the arguments of ``at_rest`` for each
+    parameter."""
     sizes = [math.prod(shape) for shape, *_ in arguments]
     cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
     return FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
-    """Give parameters, and what is made of them alone, the axes they have at rest."""
+    """Give parameters, and values made of them alone, the axes they have at rest."""
     program, signature = engine.program, engine.program.signature
     rests, parameters = [], resting(program)
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
@@ -122,8 +124,9 @@ def settle_at_rest(engine: Propagation) -> None:
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:
-    """Inputs whose layout the plan chooses, have one reader and no gradient, and
-    whose axes, if any, came from there: no seed is against what that reader needs."""
+    """Return inputs whose layout the plan chooses, that have one reader and no
+    gradient, and whose axes, if any, came from there: no seed contradicts the spec that
+    reader needs."""
     signature = program.signature
     of = {out.of for out in signature.outputs}
     pairs = enumerate(zip(signature.inputs, program.inputs, strict=True))
@@ -149,7 +152,8 @@ def lie_as_read(
     strategies: Sequence[Strategy],
     settled: list[Spec],
 ) -> None:
-    """Lay inputs out as their one reader has them. Changes ``settled``."""
+    """Settle each input in the spec in which its one reader reads it. Changes
+    ``settled``."""
     for v in inputs:
         ((reader, i),) = program.uses[v]
         need = operand_spec(program.ops[reader].rule, strategies[reader], i)
@@ -157,7 +161,7 @@ def lie_as_read(
 
 
 def resting(program: Program) -> set[int]:
-    """Values of the parameters of which each rank holds a part."""
+    """Return values of the parameters of which each rank holds a part."""
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return {
         v
@@ -167,7 +171,7 @@ def resting(program: Program) -> set[int]:
 
 
 def derived(program: Program, roots: set[int]) -> set[int]:
-    """``roots`` and the values computed from them alone."""
+    """Return ``roots`` and the values computed from them alone."""
     values = set(roots)
     for op in program.ops:
         if op.operands and all(v in values for v in op.operands):
@@ -212,10 +216,13 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
 
 def gathered_again(program: Program) -> set[int]:
     """Return the values made of parameters, at rest or with an open layout, that
-    forward and backward each gather: all but those of parameters that the last reader
-    of the forward and the first of the backward share, readers of vectors alone aside.
-    Between the two little else is gathered: such values would be dropped and gathered
-    again at once (FSDP2 keeps those of its root for this reason)."""
+    forward and backward each gather.
+
+    These are all but the values of parameters that the last reader of the forward and
+    the first of the backward share; readers of vectors alone do not count. Between the
+    two little else is gathered: such values would be dropped and gathered again at once
+    (FSDP2 keeps the parameters of its root gathered for this reason).
+    """
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}
     rests = resting(program) | {v for v in free if v is not None}
@@ -243,7 +250,8 @@ def gathered_again(program: Program) -> set[int]:
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:
-    """``results`` and the values from which they are computed, one operand an op."""
+    """Return ``results`` and the values they are computed from, by ops of one
+    operand."""
     values, stack = set(results), list(results)
     while stack:
         producer = program.producers.get(stack.pop())

@@ -1,13 +1,15 @@
-"""What a mesh axis does when no hint names it.
+"""Seeds the splits of a mesh axis by conventions, when no hint names it.
 
-An axis named as in ``BATCH`` splits dim 0 of the inputs, also where hints lay
-parameters out along it (ZeRO); one named as in ``SEQUENCE`` splits dim 1 of inputs that
-are sequences, if there are any. Any other axis splits weights as an expert would:
-walking the forward program, the first contraction with a parameter that the axis does
-not touch yet has its output dim split ("column"); propagation then finds the matching
-input dim of the next one ("row") by itself. A residual stream, which many layers read
-and norms reduce over, is left whole. In a mesh without a batch axis by name the first
-axis is one, unless it is named as in ``MODEL``.
+In: a Program and a Mesh; for weights, the engine of a propagation. Out: seeds, and
+notes of dims that are not split. An axis named as in ``BATCH`` splits dim 0 of the
+inputs, also where hints split parameters along it (ZeRO); one named as in ``SEQUENCE``
+splits dim 1 of inputs that are sequences, if there are any. Any other axis splits
+weights as an expert would: walking the forward program, the first contraction with a
+parameter that the axis does not touch yet has its output dim split ("column");
+propagation then finds the matching input dim of the next one ("row") by itself. In a
+mesh without a batch axis by name the first axis is one, unless it is named as in
+``MODEL``. Never: splits the features of a residual stream, which many layers read
+and norms reduce over.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def is_batch_name(axis: str) -> bool:
 
 
 def batch_axes(mesh: Mesh) -> Axes:
-    """Axes that split the batch unless a hint uses them otherwise."""
+    """Return the axes that split the batch unless a hint uses them otherwise."""
     batch = tuple(filter(is_batch_name, mesh.names))
     first = next((axis_of(x) for x in mesh.names if not is_pipeline(x)), "")
     if batch or not first or first.lower() in MODEL:
@@ -46,13 +48,14 @@ def batch_axes(mesh: Mesh) -> Axes:
 
 
 def expert_axes(mesh: Mesh) -> Axes:
-    """Axes that split experts; the batch as well, like ``batch_axes``."""
+    """Return the axes that split experts; they split the batch as well, like
+    ``batch_axes``."""
     experts = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
     return tuple(axis for axis in experts if mesh.sizes[axis] > 1)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
-    """Axes that split sequences unless a hint uses them otherwise."""
+    """Return the axes that split sequences unless a hint uses them otherwise."""
     return tuple(
         axis
         for axis, size in mesh.axes
@@ -61,8 +64,8 @@ def sequence_axes(mesh: Mesh) -> Axes:
 
 
 def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:
-    """Inputs whose use nobody has said; with ``fed`` the others too, as those of which
-    each rank feeds a part."""
+    """Return inputs without a stated use; with ``fed`` also those with one, such as
+    inputs of which each rank feeds a part."""
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return [
         program.values[v]
@@ -72,8 +75,8 @@ def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:
 
 
 def sequence_inputs(program: Program) -> list[int]:
-    """Values of the inputs whose dim 1 is the sequence: tokens, embeddings, and what is
-    as long. A tensor [batch, features] is none."""
+    """Return values of the inputs whose dim 1 is the sequence: tokens, embeddings, and
+    inputs as long as the first of them. A tensor [batch, features] is none."""
     inputs = [v for v in plain_inputs(program) if len(v.shape) >= 2]
 
     def is_sequence(value: Value) -> bool:
@@ -92,7 +95,8 @@ def sequence_inputs(program: Program) -> list[int]:
 def sequence_seeds(
     program: Program, mesh: Mesh, axes: Axes, notes: list[str]
 ) -> list[Seed]:
-    """Seeds that split sequences over ``axes``; a note where they have too few rows."""
+    """Return seeds that split sequences over ``axes``; add a note where rows are too
+    few."""
     seeds = []
     for v in sequence_inputs(program):
         value = program.values[v]
@@ -110,8 +114,8 @@ def sequence_seeds(
 
 
 def batch_inputs(program: Program, *, fed: bool = False) -> list[int]:
-    """Values of the inputs that hold the batch: dim 0 as large as the first one's.
-    ``fed``: as for ``plain_inputs``."""
+    """Return values of the inputs that hold the batch: dim 0 as large as the first
+    one's. ``fed``: as for ``plain_inputs``."""
     inputs = plain_inputs(program, fed=fed)
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)
@@ -157,7 +161,7 @@ def batch_seeds(
 
 
 def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds that split the weights of experts over the axes named for them."""
+    """Return seeds that split the weights of experts over the axes named for them."""
     axes = expert_axes(mesh)
     seeds = {}
     for op in program.ops:
@@ -177,11 +181,11 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
 
 def seed_weights(engine: Propagation, axis: str) -> None:
     """Split weights over ``axis``, column by column, propagating after each. Heads that
-    it does not divide are split over the first of its parts, on a mesh that has some.
-    """
+    it does not divide are split over the first of its parts, on a mesh that has
+    some."""
     program, mesh = engine.program, engine.mesh
     roots, parts = parameter_roots(program), engine.mesh.parts([axis])
-    # Heads wait for those of other weights that share them and take the whole axis.
+    # Heads wait for other weights that share them and take the whole axis.
     waiting: list[tuple[Op, int]] = []
     for op in program.ops:
         heads = _heads(program, op, roots) if len(parts) > 1 else None
@@ -202,8 +206,8 @@ def _seed_heads(
     roots: dict[int, int],
     parts: Axes,
 ) -> None:
-    """Split the weights that wait, and make so many heads, over the first of the parts,
-    as many as divide these. Empties ``waiting``."""
+    """Split the waiting weights, whose columns make too few heads for the whole axis,
+    over the most leading parts that divide the heads. Empties ``waiting``."""
     while waiting:
         op, heads = waiting.pop(0)
         fit = [n for n in range(len(parts)) if is_even(heads, engine.mesh, parts[:n])]
@@ -213,13 +217,14 @@ def _seed_heads(
 
 
 def _heads(program: Program, op: Op, roots: dict[int, int]) -> int | None:
-    """How many heads the columns of a weight make, if any do."""
+    """Return how many heads the columns of a weight make, None if they make none."""
     heads_of_factors = (heads_of(program, op, factor, roots) for factor in op.rule.free)
     return next((heads for heads in heads_of_factors if heads is not None), None)
 
 
 def parameter_roots(program: Program) -> dict[int, int]:
-    """Values that are a parameter up to casts and views -> the parameter's value."""
+    """Return values that are a parameter up to casts and views -> the parameter's
+    value."""
     roots = {
         v: v
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -236,8 +241,8 @@ def parameter_roots(program: Program) -> dict[int, int]:
 def _column_seed(
     engine: Propagation, op: Op, roots: dict[int, int], parts: Axes, axes: Axes
 ) -> Seed | None:
-    """The seed of the weight of an op that the ``parts`` of an axis do not touch yet,
-    over ``axes`` among them."""
+    """Return a seed over ``axes`` of the weight of an op, if no one of the ``parts`` of
+    the axis (``axes`` are some of them) touches the op or the weight yet."""
     state, rule, program = engine.state, op.rule, engine.program
     if (
         not rule.contracted
@@ -275,7 +280,8 @@ def _column_seed(
     ]
 
     def order(column: tuple[int, str]) -> tuple[bool, bool]:
-        """Of a fused projection the heads, or columns of gates, before its parts."""
+        """Return a sort key: of a fused projection the heads, or the columns of gates,
+        come before the dim that is cut into its parts."""
         is_cut = len(columns) > 1 and _is_cut(program, op, column[1])
         return is_cut, not is_split_evenly(column[1])
 
@@ -294,14 +300,15 @@ def _column_seed(
 
 
 # A weight is split into unequal shards if ranks are idle for less than this part of the
-# time: not the three of queries, keys and values over two.
+# time: the three parts of queries, keys and values are not split over two ranks.
 _IDLE = 0.2
 
 
 def _pays(
     rows: int, dim: tuple[str, ...], mesh: Mesh, axes: Axes, *, even: bool
 ) -> bool:
-    """Whether axes split a weight along a factor of ``rows`` of a dim."""
+    """Return whether axes split a weight along a factor of ``rows`` rows: evenly, or
+    with little idle time if the factor is a whole dim."""
     if is_even(rows, mesh, axes):
         return True
     small = idle(rows, mesh, axes) < _IDLE
@@ -311,9 +318,9 @@ def _pays(
 def heads_of(
     program: Program, op: Op, factor: str, roots: Mapping[int, int]
 ) -> int | None:
-    """How many heads of attention a factor of a weight makes of an op's result: the
-    major part of that dim is then shared by two activations whose product is taken.
-    None of other columns."""
+    """Return how many heads of attention a factor of a weight makes of an op's result:
+    the major part of that dim is then shared by two activations whose product is taken.
+    None if the columns make no heads."""
     rule = op.rule
     columns = [
         name
@@ -340,8 +347,9 @@ def heads_of(
 def _is_residual(
     program: Program, op: Op, factor: str, roots: Mapping[int, int]
 ) -> bool:
-    """Whether the dim that ``factor`` makes of an op's result feeds several products
-    with parameters and is also reduced over by something else, as by a norm."""
+    """Return whether the dim that ``factor`` makes of an op's result feeds several
+    products with parameters and is also reduced over by something else, as by a
+    norm."""
     rows = reductions = 0
     seen: set[tuple[int, int]] = set()
     for reader, major, _ in _readers(program, op, factor, seen):
@@ -353,7 +361,8 @@ def _is_residual(
 
 
 def _is_cut(program: Program, op: Op, factor: str) -> bool:
-    """Whether the dim that ``factor`` makes of an op's result is split."""
+    """Return whether an op of one operand cuts the dim that ``factor`` makes of an op's
+    result, or sums over it."""
     return any(
         len(reader.operands) == 1 and _ends_at(reader, major)
         for reader, major, _ in _readers(program, op, factor, set())
@@ -361,7 +370,7 @@ def _is_cut(program: Program, op: Op, factor: str) -> bool:
 
 
 def _ends_at(reader: Op, factor: str) -> bool:
-    """Whether an op sums over a factor, or needs it whole."""
+    """Return whether an op sums over a factor, or needs it whole."""
     return factor in reader.rule.contracted or factor in reader.rule.whole
 
 
@@ -372,9 +381,9 @@ _FAR = 200
 def _readers(
     program: Program, op: Op, factor: str, seen: set[tuple[int, int]]
 ) -> Iterator[tuple[Op, str, int]]:
-    """The ops of the forward that read the dim ``factor`` makes of an op's result,
-    wherever it is the major part of one, with the factor it is there, and of how many
-    rows a view left it. ``seen``: filled with (value, dim)."""
+    """Yield the ops of the forward that read the dim ``factor`` makes of an op's
+    result, wherever it is the major part of a dim, each with the factor it has there
+    and how many rows views left it. ``seen``: filled with (value, dim)."""
     tangents = {program.inputs[i] for i, _ in program.signature.tangents}
     queue = [
         (v, d, op.rule.size[factor])

@@ -1,8 +1,8 @@
-"""Rows of experts of a batch that the ranks do not divide.
+"""Splits rows of experts whose batch the ranks do not divide.
 
 In: the engine of a propagation in which the batch has its axes. Out: the same engine,
 with seeds on rows of experts that no axis of the batch reaches. Unequal shards of
-samples are no shards of merged rows, so that each rank would compute all rows. Never
+samples are no shards of merged rows, so that each rank would compute all rows. Never:
 changes a row that has an axis.
 """
 

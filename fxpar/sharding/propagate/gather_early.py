@@ -1,12 +1,12 @@
-"""Reshards that move before an op, so that less is sent, or the same only once.
+"""Moves reshards before an op, so that less is sent, or the same only once.
 
 In: a strategy per op, and the spec each value settles in. Out: both lists, changed.
 ``gather_before_views``: a parameter that is only viewed or repeated is gathered before.
 ``share_before_views``: a value that several readers want in one spec, some of them
 through views, is resharded once. ``gather_before_growth``: a result that is only read
 gathered, and is larger than its operands (rows that are looked up, a wider dtype, a
-broadcast), is computed on each rank from gathered operands. Never changes the graph, or
-what an op computes.
+broadcast), is computed on each rank from gathered operands. Never: changes the graph,
+or the function an op computes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _wanted(
     program: Program, strategies: Sequence[Strategy], v: int, mesh: Mesh
 ) -> tuple[list[_View], Spec | None]:
     """Return the views between a value and its readers, and the one spec in which all
-    readers want it, None if they want several. Views count if nothing else reads it."""
+    readers want it, None if they want several. Views are followed if only one op reads
+    the value."""
     uses = program.uses[v]
     if v in program.returned or not uses:
         return [], None
@@ -164,7 +165,7 @@ def _views_read(
     program: Program, strategies: Sequence[Strategy], op: Op, mesh: Mesh
 ) -> list[_View]:
     """Return ``op`` and the views after it, each the only reader of the one before,
-    with strategies that make the spec the last one's readers want; nothing if it has
+    with strategies that make the spec in which the last one is read; nothing if it has
     that spec, or the views cannot make it."""
     chain: list[Op] = []
     while is_view(op) and _is_rearranged(program, op):

@@ -1,14 +1,14 @@
-"""Ops along a split dim whose operands are gathered to save time: lookups, cuts, and
+"""Gathers operands of ops along a split dim where this saves time: lookups, cuts, and
 products that sum over few rows.
 
-In: a strategy per op. A lookup in a dim that is split gives each rank the rows that it
-has, which are summed; of more rows than there are, to gather what is looked up takes
-less time. So it does of rows that are cut out (``select``, ``unbind``, short slices),
-if those that are cut out of one tensor are most of it, and so do products whose
-operands are far smaller than what they make. Out: the strategies, and the spec each
-value settles in, once reductions are placed, with such ops reading whole dims where the
-whole program then takes less time. Never changes lookups in what is computed from
-parameters alone, nor products along axes that split the batch, microbatches or experts.
+In: a strategy per op. A lookup in a split dim takes on each rank the rows it has, and
+sums the results; if more rows are looked up than there are, gathering the table takes
+less time. The same holds of cuts (``select``, ``unbind``, short slices) that together
+take most of one tensor, and of products far larger than their operands. Out: the
+strategies, and the spec each value settles in, once reductions are placed, with such
+ops reading whole dims where the whole program then takes less time. Never: changes
+lookups in values computed from parameters alone, nor products along axes that split the
+batch, microbatches or experts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def gather_lookups(
     mesh: Mesh,
     hardware: Hardware,
 ) -> Settled:
-    """Return what ``settle`` makes of the strategies, changed where lookups, cuts and
-    products had better gather. Equal ops, and all cuts of one tensor, are decided
-    together. ``hardware``: prices the compute that ranks then repeat."""
+    """Return ``settle`` of the strategies, with lookups, cuts and products changed to
+    read whole dims where that takes less time. Equal ops, and all cuts of one tensor,
+    are decided together. ``hardware``: prices the compute that ranks then repeat."""
     settled = settle(strategies)
     groups: dict[tuple[object, ...], list[Op]] = {}
     products = _products(program, strategies, state, mesh, hardware)
@@ -66,7 +66,8 @@ def gather_lookups(
 
 
 def _lookups(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> list[Op]:
-    """Those that take longer to reduce than to gather, each by itself."""
+    """Return the lookups that, each taken alone, take longer to reduce than to
+    gather."""
     parameters = derived(program, _parameters(program))
     return [
         op
@@ -86,8 +87,9 @@ def _products(
     mesh: Mesh,
     hardware: Hardware,
 ) -> dict[int, float]:
-    """Return the products whose sum takes longer to reduce than their operands to
-    gather, each by itself: op index to the seconds that ranks then compute more."""
+    """Return the products whose sum, each taken alone, takes longer to reduce than
+    their operands to gather: op index to the additional seconds of compute on each
+    rank."""
     products = {}
     for op in program.ops:
         strategy = strategies[op.index]
@@ -121,7 +123,8 @@ def _makes_more(program: Program, op: Op, than: Sequence[int]) -> bool:
 
 
 def is_cut(op: Op) -> bool:
-    """Whether an op cuts rows out of a dim, of which each rank gives those it has."""
+    """Return whether an op cuts rows out of a dim; each rank then gives the rows it
+    has."""
     facts = op_facts_of(op.target)
     has_rows = len(op.operands) == 1 and bool(op.rule.contracted)
     return has_rows and (facts.view or facts.moves)
@@ -130,7 +133,8 @@ def is_cut(op: Op) -> bool:
 def _cuts(
     program: Program, strategies: Sequence[Strategy]
 ) -> dict[tuple[object, ...], list[Op]]:
-    """By operand, the cuts whose sums send more than it."""
+    """Return, by operand, the cuts whose sums send at least as much as gathering it
+    does."""
     by_operand: dict[tuple[object, ...], list[Op]] = {}
     for op in program.ops:
         if is_cut(op) and strategies[op.index] != _whole(op, strategies[op.index]):
@@ -154,7 +158,7 @@ def _parameters(program: Program) -> set[int]:
 
 
 def _whole(op: Op, strategy: Strategy) -> Strategy:
-    """The strategy with the dims whole that are looked up."""
+    """Return the strategy without the axes of the factors that are summed over."""
     sums = op.rule.contracted_by[0]
     factors = tuple((f, axes) for f, axes in strategy.factors if f not in sums)
     return Strategy(factors, strategy.passes)

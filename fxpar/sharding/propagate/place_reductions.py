@@ -1,4 +1,4 @@
-"""Where partial values are reduced: an exact minimum cut.
+"""Chooses where partial values are reduced: an exact minimum cut.
 
 In: a strategy per op, whose contracted factors make results partial. Out: the same
 strategies, some of them now letting a partial operand pass through, and the spec each
@@ -15,7 +15,8 @@ values and the ops that need them whole:
 
 Among cuts of equal price the earliest is taken. One cut per axis and reduction, parts
 of one axis one after the other: where a value is reduced over one of them, reducing it
-over the next as well costs what the larger collective costs more.
+over the next as well costs only the difference to the larger collective. Never: changes
+the graph, or lets a partial value into an op that has no passage for it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
-# Of values, what they stay partial over.
+# By value, the (axis, reduction) pairs it stays partial over.
 Kept = Mapping[int, Sequence[tuple[str, str]]]
 
-# A value, ("read", value) behind its reduction, "source" or "sink".
+# A value, ("read", value) after its reduction, "source" or "sink".
 _Node = int | str | tuple[str, int]
-# (from, to, price of a cut there; None: it is never cut).
+# (from, to, price of cutting it; None: it is never cut).
 _Edge = tuple[_Node, _Node, int | None]
 
 _TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
@@ -48,7 +49,7 @@ _NEVER = 10**18  # more than any sum of prices
 def place_reductions(
     program: Program, state: State, strategies: Sequence[Strategy], mesh: Mesh
 ) -> tuple[list[Strategy], list[Spec]]:
-    """(strategies with passages, spec each value settles in)."""
+    """Return the strategies with passages, and the spec each value settles in."""
     passing_strategies = list(strategies)
     partials: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
@@ -82,7 +83,8 @@ def place_reductions(
 
 
 def _reduced_into(spec: Spec, target: Spec, axes: set[str]) -> Spec:
-    """``spec`` with the freed ``axes`` put where ``target`` has them as next axis."""
+    """Return ``spec`` with the freed ``axes`` put where ``target`` has them as next
+    axis."""
     dims = []
     for have, want in zip(spec.dims, target.dims, strict=True):
         extra = want[len(have) :] if want[: len(have)] == have else ()
@@ -96,7 +98,8 @@ def _reduced_into(spec: Spec, target: Spec, axes: set[str]) -> Spec:
 
 
 def _with_pass(strategy: Strategy, axis: str, reduction: str, passage: int) -> Strategy:
-    """``strategy`` with ``axis`` passing through as partial instead of splitting."""
+    """Return ``strategy`` with ``axis`` passing through as partial instead of
+    splitting."""
     factors = tuple(
         (f, tuple(a for a in axes if a != axis)) for f, axes in strategy.factors
     )
@@ -107,7 +110,7 @@ def _with_pass(strategy: Strategy, axis: str, reduction: str, passage: int) -> S
 
 
 class _Region:
-    """Values that could be partial over one axis, and how ops would pass them on."""
+    """Holds values that could be partial over one axis, and the passages of ops."""
 
     def __init__(self) -> None:
         self.sources: set[int] = set()
@@ -117,7 +120,7 @@ class _Region:
 
 
 class _Passing:
-    """The outcome: ops that pass a partial on, and values kept partial."""
+    """Holds the outcome: ops that pass a partial on, and values kept partial."""
 
     def __init__(self) -> None:
         self.passages: dict[int, int] = {}
@@ -132,7 +135,8 @@ def _cuts(
     axis: str,
     partials: Kept,
 ) -> Iterator[tuple[str, _Passing]]:
-    """A cut per reduction, each with the strategies as the one before left them."""
+    """Yield a cut per reduction, each with the strategies as the one before left
+    them."""
     reductions = dict.fromkeys(
         op
         for i, strategy in enumerate(strategies)
@@ -188,7 +192,7 @@ def _passable(
     axis: str,
     reduction: str,
 ) -> int | None:
-    """Index of a passage all of whose operands could be partial, if there is one.
+    """Return the index of a passage all of whose operands could be partial, else None.
 
     Operands outside it must not be split by the axis: they would have to be gathered.
     """
@@ -216,8 +220,9 @@ def _passable(
 
 
 def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether all tensors can lie so: without the passing axis a minor factor may no
-    longer be contiguous, and reductions of two kinds do not commute."""
+    """Return whether all tensors can be laid out by the strategy: without the passing
+    axis a minor factor may no longer be contiguous, and reductions of two kinds do not
+    commute."""
     kinds = {
         "sum" if op == "avg" else op
         for i in range(len(rule.results))
@@ -233,7 +238,7 @@ def _reduced_beside(
     axis: str,
     partials: Kept,
 ) -> list[str]:
-    """The parts of an axis before this one over which a value is made partial, and
+    """Return the earlier parts of an axis over which a value is made partial and
     reduced."""
     place = split_name(axis)
     if place is None or v not in program.producers:
@@ -253,7 +258,8 @@ def _reduced_beside(
 def _cut(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> _Passing:
-    """The cut of each part of the region that hangs together."""
+    """Return the minimum cut, found separately for each connected part of the
+    region."""
     reached: set[_Node] = set()
     sides: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
     for edges in _parts(_edges(program, axis, region, prices)):
@@ -273,7 +279,7 @@ def _cut(
 def _edges(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> list[_Edge]:
-    """Of the graph that is cut."""
+    """Return the edges of the graph that is cut."""
     edges: list[_Edge] = [("source", v, None) for v in sorted(region.sources)]
     outputs = _reduced_outputs(program, axis)
     early = alone(program, program.reduce_here) - program.reduce_here
@@ -302,7 +308,8 @@ def _edges(
 
 
 def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
-    """Edges by what hangs together other than by the source and the sink."""
+    """Return the edges of each part that is connected without the source and the
+    sink."""
     root: dict[_Node, _Node] = {}
 
     def find(node: _Node) -> _Node:
@@ -322,8 +329,9 @@ def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
 def _source_side(
     edges: Sequence[tuple[int, int, int | None]], source: int | None, sink: int | None
 ) -> list[int]:
-    """What augmenting paths still reach from the source: the smallest, earliest side
-    of a minimum cut. Nothing without a source; without a sink there is no cut."""
+    """Return the nodes that augmenting paths still reach from the source: the smallest,
+    earliest side of a minimum cut. Nothing without a source; without a sink there is no
+    cut."""
     from networkx import DiGraph
     from networkx.algorithms.flow import preflow_push
 
@@ -344,7 +352,8 @@ def _source_side(
 
 
 def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
-    """Outputs, save those that rest partial over the axis, or may."""
+    """Return the outputs, except those whose layout between steps is partial over the
+    axis."""
     signature = program.signature
 
     def may_be_partial(out: Output) -> bool:
@@ -355,7 +364,8 @@ def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
 
 
 def _passing(program: Program, region: _Region, reached: Collection[_Node]) -> _Passing:
-    """What the cut lets pass: ``reached`` is its source side."""
+    """Return the ops and values that the cut leaves partial. ``reached``: its source
+    side."""
     out = _Passing()
     partial = {v for v in region.member if v in reached}
     for index, passage in region.via.items():
@@ -376,8 +386,8 @@ def _price(
     axis: str,
     beside: Sequence[str] = (),
 ) -> int:
-    """Ticks to reduce value ``v`` over ``axis`` into the spec it was given, beside
-    others over which it is reduced in any case."""
+    """Return the ticks to reduce value ``v`` over ``axis`` into the spec it was given,
+    in addition to the axes ``beside``, over which it is reduced in any case."""
 
     def ticks(axes: Sequence[str]) -> int:
         value, target = program.values[v], state.spec(v)

@@ -1,7 +1,8 @@
-"""Propagation: from seeds to a spec for every value, by factor rules, to a fixed point.
+"""Propagates seeds to a spec for every value, by factor rules, to a fixed point.
 
 In: a Program, a Mesh, seeds (hints and conventions). Out: a ``State`` with the axes of
-every dim of every value and, for each axis, its origin. The graph is never changed.
+every dim of every value and, for each axis, its origin. Never: changes the graph, or
+takes an axis away from a value.
 
 Each op projects the axes of its tensors onto factors; a factor's axes flow to every
 tensor that has the factor, as far as the dim is open, the axis unused in that tensor,
@@ -17,9 +18,9 @@ and the sizes allow it. Work is done in order of trust, a lower level always fir
    to another one, so that an all-to-all brings the rows together, and no gather.
 
 Seeds of a lower ``priority`` number, or dims of them, propagate to their fixed point
-before the next ones are looked at. Axes are only ever added, so it ends. Sources:
-GSPMD section 3.5 (levels), Shardy's propagation (factors, user > op > basic >
-aggressive priority; priorities of dims, replicated axes, barriers).
+before the next ones are looked at. Axes are only ever added, so it ends. Sources: GSPMD
+section 3.5 (levels), Shardy's propagation (factors, user > op > basic > aggressive
+priority; priorities of dims, replicated axes, barriers).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _Growth = tuple[int, int, Axes, int]
 
 
 class Propagation:
-    """The fixed-point engine; ``seed`` and ``run`` may be called repeatedly."""
+    """Is the fixed-point engine; ``seed`` and ``run`` may be called repeatedly."""
 
     def __init__(self, program: Program, mesh: Mesh) -> None:
         values = program.values
@@ -70,14 +71,14 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
-        # What visits did of ops of one kind and rule, that read and make values in
-        # equal states (``_state_key``).
+        # Growths that a visit made, by kind and rule of the op and the states of its
+        # values (``_state_key``); an equal visit repeats them.
         self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
-        # What the visit that is under way did: the growth of each tensor.
+        # Growths made by the visit that is under way.
         self._growth: list[_Growth] = []
         # By value and dim, axes that wait for their turn, and whether it is closed.
         self._held: dict[tuple[int, int], tuple[Axes, bool]] = {}
-        # So many axes were found to be indivisible.
+        # Counts axes that were found not to divide a dim.
         self._refusals = 0
 
     def tie(self, a: int, b: int) -> None:
@@ -100,8 +101,8 @@ class Propagation:
             self.run()
 
     def _pin(self, seed: Seed) -> None:
-        """Give a value its seed; where an earlier seed took a dim or an axis, that one
-        stands."""
+        """Give a value its seed; a dim or an axis that an earlier seed took stays as it
+        is."""
         state, v = self.state, seed.value
         if seed.whole:
             state.whole[v] = state.whole.get(v, frozenset()).union(seed.whole)
@@ -127,15 +128,15 @@ class Propagation:
                 state.dims[v][d], state.closed[v][d] = (), True
 
     def _release(self, seed: Seed, priority: int) -> None:
-        """Let those dims of a seed propagate whose turn it is."""
+        """Let the dims of a seed whose turn is ``priority`` propagate."""
         state, v = self.state, seed.value
         for d, turn in enumerate(seed.turns):
             if turn == priority and (v, d) in self._held:
                 state.dims[v][d], state.closed[v][d] = self._held.pop((v, d))
 
     def extend(self, rests: Iterable[tuple[int, Spec, str]], among: set[int]) -> None:
-        """Append to each value what its spec has beyond the axes it got, and propagate
-        that ``among`` some values only. (value, spec, origin)."""
+        """Append to each value the axes that its spec has after those it got, and
+        propagate them ``among`` some values only. ``rests``: (value, spec, origin)."""
         active, self.state.active = self.state.active, [False] * len(self.state.active)
         for v in among:
             self.state.active[v] = active[v]
@@ -163,12 +164,13 @@ class Propagation:
             self._visit(self.program.ops[index], level)
 
     def _visit(self, op: Op, level: int) -> None:
-        """Apply an op; as one of its kind did, where values were equal."""
+        """Apply an op, or repeat the visit of one of the same kind if values were in
+        equal states."""
         tensors = op.tensors
         places = tuple(map(tensors.index, tensors))  # one may be there twice
         states = tuple(map(self._state_key, tensors))
         key = op.kind, op.rule, level, places, states
-        # Values that are tied to others change these in between.
+        # A value that is tied to another changes that one during the visit.
         alone = self._ties.keys().isdisjoint(tensors)
         growth = self._grown.get(key)
         if growth is not None and (alone or not growth):
@@ -181,14 +183,14 @@ class Propagation:
             self._grown[key] = self._growth
 
     def _grow_again(self, op: Op, growth: Sequence[_Growth]) -> None:
-        """Do what a visit did."""
+        """Repeat the growths of an equal visit on the tensors of this op."""
         for i, each in itertools.groupby(growth, key=lambda step: step[0]):
             for _, d, axes, source in each:
                 self._extend(op.tensors[i], d, axes, op.tensors[source], op.name)
             self._changed(op.tensors[i])
 
     def _state_key(self, v: int) -> Any:
-        """What a visit reads of the state of a value."""
+        """Return the part of a value's state that a visit reads."""
         state = self.state
         words = state.whole.get(v), v in state.barred
         if not state.origins[v] and state.active[v] and not any(words):
@@ -198,7 +200,7 @@ class Propagation:
         return dims, closed, state.active[v], split, words
 
     def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
-        """Note an axis that wanted a dim."""
+        """Note an axis that some factor wanted on a dim that cannot take it."""
         self._refusals += 1
         self.state.indivisible.setdefault((v, d, axis), origin)
 
@@ -212,7 +214,7 @@ class Propagation:
             self._bring_over(v, other)
 
     def _bring_over(self, v: int, other: int) -> None:
-        """Bring the axes of a tied value over."""
+        """Add the axes of a tied value to the other."""
         if not (self.state.active[v] and self.state.active[other]):
             return
         changed = False
@@ -226,7 +228,8 @@ class Propagation:
             self._changed(other)
 
     def _extend(self, v: int, d: int, axes: Axes, source: int, op: str) -> bool:
-        """Append axes to dim ``d`` of ``v`` while they fit. True if any was added."""
+        """Append axes to dim ``d`` of ``v`` while they fit; return whether any was
+        added."""
         state, added = self.state, False
         for axis in axes:
             if state.closed[v][d] or not state.can_take(v, axis):
@@ -249,7 +252,7 @@ class Propagation:
         return [2 * size >= top for size in sizes]
 
     def _levels_of(self, op: Op) -> tuple[int, ...]:
-        """Those at which an op may do what it does not at a lower one."""
+        """Return the levels at which an op may do more than at a lower one."""
         keeps = self._keeps[op.index]
         turns = op_facts_of(op.target).orders and op.operands
         open_levels = (PASS, RESOLVE) if keeps else (KEPT, ALL, RESOLVE)
@@ -290,8 +293,8 @@ class Propagation:
         return self.state.active[v] and not (read and v in self.state.barred)
 
     def _turn(self, op: Op) -> None:
-        """Axes of a dim that an op needs whole, for its order, on the largest of its
-        other dims that they divide."""
+        """Move axes of a dim that an op needs whole, for its order, to the largest of
+        its other dims that they divide."""
         rule, state, source = op.rule, self.state, op.operands[0]
         pairs = zip(rule.operands[0], state.dims[source], strict=True)
         whole_axes = [a for dim, axes in pairs if rule.whole & {*dim} for a in axes]
@@ -330,7 +333,8 @@ class Propagation:
     def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
     ) -> dict[str, tuple[Axes, int]]:
-        """Per factor the axes its tensors agree on, and the tensor they come from."""
+        """Return, per factor, the axes its tensors agree on and the tensor they come
+        from."""
         rule, out = op.rule, {}
         restrict = level < RESOLVE and self._keeps[op.index]
         for factor in rule.free:
@@ -357,7 +361,7 @@ class Propagation:
         return out
 
     def _rank(self, op: Op, i: int, axis: str) -> tuple[bool, int, int]:
-        """Sort key of a claim on an axis; the smallest wins."""
+        """Return the sort key of a claim on an axis; the smallest wins."""
         v = op.tensors[i]
         origin = self.state.origins[v].get(axis)
         batch = origin is not None and origin.batch
@@ -371,7 +375,8 @@ class Propagation:
         view: dict[str, Axes],
         level: int,
     ) -> dict[str, tuple[Axes, int]]:
-        """What of ``agreed`` tensor ``i`` can take: each axis for one factor only."""
+        """Return the part of ``agreed`` that tensor ``i`` can take: each axis for one
+        factor only."""
         have = self.state.origins[op.tensors[i]]
         factors = dict.fromkeys(f for dim in op.rule.tensors[i] for f in dim)
         claims: dict[str, list[str]] = {}
@@ -443,7 +448,8 @@ class Propagation:
         v: int,
         view: dict[str, Axes],
     ) -> bool:
-        """Whether appending to dim ``d`` of ``v`` appends to this factor of it."""
+        """Return whether appending to dim ``d`` of ``v`` appends to this factor of
+        it."""
         expressed = 0
         for f in dims[d]:
             axes = view.get(f, ())
@@ -456,7 +462,7 @@ class Propagation:
 
 
 def _axes_before(axes: Axes, stop: Container[str]) -> Axes:
-    """The axes in front of the first that is in ``stop``."""
+    """Return the axes in front of the first that is in ``stop``."""
     return tuple(itertools.takewhile(lambda axis: axis not in stop, axes))
 
 

@@ -1,7 +1,7 @@
-"""Seeds of propagation, and the axes of values with the origin of each.
+"""Defines seeds of propagation, and the axes of values with the origin of each.
 
-In: nothing. Out: ``Seed``, a spec given to a value; ``State``, which propagation fills
-and later steps read. No rules.
+In: axes of values, as hints and conventions give them. Out: ``Seed``, a spec given to a
+value; ``State``, which propagation fills and later steps read. Never: applies a rule.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import spec_of
 
-# The priority of seeds before all that are given.
+# A priority before all those that users give.
 FIRST = -1
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Why an axis is on a value: the seed it came from and the last step it took."""
+    """Says why an axis is on a value: the seed it came from and the last step it
+    took."""
 
-    # Its ``Seed.origin``.
+    # ``Seed.origin`` of the seed it came from.
     seed: str
     # The seed split dim 0 of an input, so this axis is data parallel.
     batch: bool = False
@@ -34,23 +35,23 @@ class Origin:
 
 @dataclass(frozen=True)
 class Seed:
-    """A spec given to a value."""
+    """Is a spec given to a value."""
 
-    # In ``Program.values``.
+    # Index in ``Program.values``.
     value: int
     # Axes of each dim, major to minor.
     dims: tuple[Axes, ...]
     # Whether each dim takes no more axes.
     closed: tuple[bool, ...]
-    # What gives it, in words for messages.
+    # The hint or convention that gives it, in words for messages.
     origin: str
-    # Those of lower numbers propagate first.
+    # Seeds of lower numbers propagate first.
     priority: int = 0
-    # It splits dim 0 of an input, by data.
+    # Whether it splits dim 0 of an input, so that its axes are data parallel.
     batch: bool = False
-    # It splits experts.
+    # Whether it splits experts.
     experts: bool = False
-    # Priority of each dim, None: that of the seed; (): no dim has its own.
+    # Priority of each dim; None: as the seed; (): no dim has its own.
     priorities: tuple[int | None, ...] = ()
     # Axes that split no dim.
     whole: Axes = ()
@@ -59,24 +60,25 @@ class Seed:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The priority of each dim; of a value without dims that of the seed."""
+        """Return the priority of each dim; for a value without dims the seed's
+        priority."""
         own = (self.priority if p is None else p for p in self.priorities)
         return tuple(own) or (self.priority,) * max(1, len(self.dims))
 
 
 @dataclass
 class State:
-    """Axes per dim of each value, and the origin of each axis on it."""
+    """Holds the axes per dim of each value, and the origin of each axis on it."""
 
-    # That it is of.
+    # The program of the values.
     program: Program
-    # Whose axes it has.
+    # The mesh of the axes.
     mesh: Mesh
-    # By value and dim.
+    # Axes by value and dim.
     dims: list[list[Axes]]
     # Whether a hint closes the dim to further axes.
     closed: list[list[bool]]
-    # By value and axis.
+    # Origins by value and axis.
     origins: list[dict[str, Origin]]
     # Whether axes pass to the value, and from it, now.
     active: list[bool]

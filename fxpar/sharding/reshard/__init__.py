@@ -1,1 +1,1 @@
-"""Change of spec: which reshards a plan needs, and the steps of each."""
+"""Changes specs: finds which reshards a plan needs, and the steps of each."""

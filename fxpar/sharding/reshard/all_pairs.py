@@ -1,14 +1,14 @@
-"""Resharding between all specs of a value at once: what it costs, by which steps.
+"""Prices resharding between all specs of a value at once, and finds the steps.
 
 In: a value's shape and specs. Out: ``matrix``, seconds from each to each, inf where a
 value cannot be brought there; ``path``, the steps of one of them. All specs of tensors
-of so many dims are the nodes of a graph whose edges are single moves (slice, mask,
+of equally many dims are the nodes of a graph whose edges are single moves (slice, mask,
 gather, all-to-all, permute, reductions), priced as ``steps`` prices them. A path may
 use axes that neither end has: over unlike links a value that is whole along the fast
 axis is sliced there, gathered over the slow one in parts, and gathered again.
 ``one_pair`` never does, but cuts axes in pieces where sizes make that necessary; of the
 two ``route`` takes the cheaper, so no plan costs more than its matrices say. ``matrix``
-asks it too where axes of unlike sizes of two dims change places.
+asks it too where axes of unlike sizes of two dims change places. Never: moves a value.
 
 Source: Floyd and Warshall's all-pairs shortest paths, one row and column at a time.
 """
@@ -44,12 +44,12 @@ from fxpar.sharding.reshard.moves import (
 from fxpar.sharding.reshard.steps import ALONE, KINDS, Alone, Step, front, written
 from fxpar.sharding.spec import Spec
 
-# Axes of more than one rank. Of more there are too many specs to have all at once.
+# The most axes of more than one rank: with more there are too many specs to list.
 MOST = 3
 
 # (from, to, share of the whole value that a rank holds before, move)
 Hop = tuple[int, int, float, Move]
-# (kind, axes, of each dim it names whether it is behind the front)
+# (kind, axes, for each dim it names whether it comes after the front)
 _Priced = tuple[str, Tokens, tuple[bool, ...]]
 # Axes of a spec, shards of each dim, axes of each dim.
 _Spread = tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]
@@ -63,8 +63,8 @@ def matrix(
     itemsize: int,
     alone: Alone = ALONE,
 ) -> np.ndarray:
-    """(len(sources), len(targets)) seconds; ``alone``: of the first copy and the last
-    whether it is a kernel of its own."""
+    """Return (len(sources), len(targets)) seconds. ``alone``: whether the first copy,
+    and the last, is a kernel of its own."""
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     nbytes = float(math.prod(shape) * itemsize)
     begin = _ends(tuple(sources), mesh, tuple(shape))
@@ -93,24 +93,25 @@ def matrix(
 
 @dataclass(frozen=True)
 class _Ends:
-    """Specs of a value, as the graph has them."""
+    """Holds specs of a value, as the graph has them."""
 
-    # Of each its number among the nodes; -1: it is none.
+    # Number of each spec among the nodes; -1: it is none.
     places: np.ndarray
-    # The same of each without what is partial.
+    # Number among the nodes of each spec without its partial axes.
     reduced: np.ndarray
-    # Whether shards of it are not alike.
+    # Whether shards of each spec are not equal.
     odd: np.ndarray
-    # Of each the kinds of its reductions.
+    # Kinds of the reductions of each spec.
     kinds: tuple[frozenset[str], ...]
-    # Of those that split several dims, and have nothing partial: (number, (axes, shards
-    # of each dim, axes of each dim)).
+    # (index, (axes, shards of each dim, axes of each dim)) of each spec that splits
+    # several dims and has nothing partial.
     spread: tuple[tuple[int, _Spread], ...]
 
 
 @lru_cache(maxsize=1 << 12)
 def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
-    """Values of one shape have the same specs again and again."""
+    """Return the specs as the graph has them. Cached: values of one shape have the same
+    specs again and again."""
     place = _places(mesh, len(shape))
     uneven = not mesh.is_shared_equally
     return _Ends(
@@ -131,8 +132,8 @@ def _between_light(
     rows: np.ndarray,
     columns: np.ndarray,
 ) -> np.ndarray:
-    """What ``_closure`` has for rows and columns where the copy before the first move,
-    or the one behind the last, is part of another kernel."""
+    """Return ``_closure`` for rows and columns where the copy before the first move, or
+    the one after the last, is part of another kernel."""
     every = _closure(mesh, room, nbytes, first)
     before, behind = alone
     from_here = every[rows]
@@ -146,7 +147,7 @@ def _between_light(
 
 
 def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The least sum by way of any spec."""
+    """Return the least sum by way of any spec."""
     out = np.full((one.shape[0], other.shape[1]), np.inf)
     for k in range(one.shape[1]):
         np.minimum(out, one[:, k, None] + other[None, k, :], out=out)
@@ -154,8 +155,8 @@ def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _swaps(begin: _Ends, end: _Ends) -> np.ndarray:
-    """Of which pairs axes of unlike sizes of two dims change places, which is cheapest
-    in pieces of axes: those are no nodes of the graph."""
+    """Return for which pairs axes of unlike sizes of two dims change places. That is
+    cheapest in pieces of axes, which are no nodes of the graph."""
     out = np.zeros((len(begin.kinds), len(end.kinds)), bool)
     for i, (axes, shards, dims) in begin.spread:
         for j, (others, other_shards, other_dims) in end.spread:
@@ -166,7 +167,7 @@ def _swaps(begin: _Ends, end: _Ends) -> np.ndarray:
 
 
 def _spread(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _Spread]]:
-    """As ``_Ends`` has them."""
+    """Yield the entries of ``_Ends.spread``."""
     for i, spec in enumerate(specs):
         shards = tuple(mesh.count(dim) for dim in spec.dims)
         if not spec.partial and math.prod(shards) != max(shards, default=1):
@@ -174,7 +175,7 @@ def _spread(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _Spread]]:
 
 
 def _are_of_two_kinds(begin: _Ends, end: _Ends) -> np.ndarray:
-    """Of which pairs the reductions of both ends are not of one kind."""
+    """Return for which pairs the reductions of both ends are not of one kind."""
     if len(frozenset[str]().union(*begin.kinds, *end.kinds)) < 2:
         return np.zeros((len(begin.kinds), len(end.kinds)), bool)
     return np.array([[len(a | b) > 1 for b in end.kinds] for a in begin.kinds])
@@ -183,8 +184,8 @@ def _are_of_two_kinds(begin: _Ends, end: _Ends) -> np.ndarray:
 def path(
     source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int
 ) -> tuple[Step, ...] | None:
-    """The cheapest steps between two specs, if they are nodes of the graph; None also
-    on a mesh of more than ``MOST`` axes, and on one whose shares are not equal.
+    """Return the cheapest steps between two specs, if they are nodes of the graph; None
+    also on a mesh of more than ``MOST`` axes, and on one whose shares are not equal.
 
     Deterministic: among equals the fewest steps, then the first.
     """
@@ -238,7 +239,8 @@ def _spec(node: Layout, mesh: Mesh, op: str = "sum") -> Spec:
 def _one(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> float:
-    """The price of a pair of which one is not in the graph."""
+    """Return the price of a pair of which one is not in the graph; inf if the value
+    cannot be brought there."""
     try:
         return one_pair.search(source, target, mesh, shape, itemsize)[1]
     except SpecError:
@@ -250,12 +252,14 @@ def _ops(spec: Spec) -> set[str]:
 
 
 def _kinds(*specs: Spec) -> set[str]:
-    """Reductions, of which an average and a sum commute."""
+    """Return the kinds of reductions; an average and a sum are one kind, since they
+    commute."""
     return {"sum" if op == "avg" else op for spec in specs for op in _ops(spec)}
 
 
 def _node(spec: Spec, mesh: Mesh) -> Layout | None:
-    """What a spec is in the graph, where all reductions are of one kind."""
+    """Return the node of a spec in the graph, where all reductions are of one kind;
+    None if it has none."""
     if len(_kinds(spec)) > 1:
         return None
     whole = _axes(mesh)
@@ -266,7 +270,7 @@ def _node(spec: Spec, mesh: Mesh) -> Layout | None:
 
 
 def _axes(mesh: Mesh) -> dict[str, Token]:
-    """The axes of more than one rank, as tokens."""
+    """Return the axes of more than one rank, as tokens."""
     sizes = enumerate(mesh.axes)
     return {name: (i, 1, size) for i, (name, size) in sizes if size > 1}
 
@@ -277,7 +281,7 @@ def _summed(tokens: Iterable[Token]) -> Pending:
 
 @lru_cache(maxsize=64)
 def _nodes(mesh: Mesh, ndim: int) -> list[Layout]:
-    """All specs of a tensor of so many dims, in every order of axes."""
+    """Return all specs of a tensor of ``ndim`` dims, in every order of axes."""
     nodes: dict[Layout, None] = {}
     for order in itertools.permutations(_axes(mesh).values()):
         for places in itertools.product([None, -1, *range(ndim)], repeat=len(order)):
@@ -293,7 +297,7 @@ def _places(mesh: Mesh, ndim: int) -> dict[Layout | None, int]:
 
 
 class _Anywhere:
-    """The guide of a search that has all specs for goals: whole axes, every order."""
+    """Guides a search that has all specs for goals: whole axes, every order."""
 
     def __init__(self, mesh: Mesh, ndim: int) -> None:
         self.axes = tuple(_axes(mesh).values())
@@ -302,7 +306,7 @@ class _Anywhere:
             self.alike.setdefault((tuple(map(count, dims)), pending), []).append(dims)
 
     def reduced(self, op: str, pending: Pending) -> Iterator[Tokens]:
-        """Every set of axes."""
+        """Yield every set of axes."""
         tokens = [token for token, _ in pending]
         for n in range(1, len(tokens) + 1):
             yield from itertools.combinations(tokens, n)
@@ -310,13 +314,13 @@ class _Anywhere:
     def scattered(
         self, op: str, d: int, dims: Dims, pending: Pending
     ) -> Iterator[Tokens]:
-        """Every set of axes in every order."""
+        """Yield every set of axes in every order."""
         tokens = [token for token, _ in pending]
         for n in range(1, len(tokens) + 1):
             yield from itertools.permutations(tokens, n)
 
     def added(self, dims: Dims, pending: Pending) -> Iterator[tuple[Token, int | None]]:
-        """Every unused axis, partial and on every dim."""
+        """Yield every unused axis, as partial and on every dim."""
         used = {token for tokens in dims for token in tokens}
         used |= {token for token, _ in pending}
         for token in self.axes:
@@ -325,23 +329,24 @@ class _Anywhere:
                     yield token, d
 
     def arranged(self, dims: Dims, pending: Pending) -> Iterator[Dims]:
-        """Every other layout of equal local shape."""
+        """Yield every other layout of equal local shape."""
         for other in self.alike[tuple(map(count, dims)), pending]:
             if other != dims:
                 yield other
 
     def staying(self, d: int, have: Tokens) -> int:
-        """None."""
+        """Return 0: any axis may leave."""
         return 0
 
     def fits(self, d: int, dims: Dims, more: int) -> bool:
-        """Whatever fits no shape, ``_closure`` leaves out."""
+        """Return True: ``_closure`` leaves out layouts that do not fit a shape."""
         return True
 
 
 @lru_cache(maxsize=64)
 def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
-    """Every move between specs of tensors of so many dims, by where it begins."""
+    """Return every move between specs of tensors of ``ndim`` dims, by the spec it
+    begins at."""
     place, guide = _places(mesh, ndim), _Anywhere(mesh, ndim)
     out: list[list[Hop]] = []
     for dims, pending in _nodes(mesh, ndim):
@@ -360,9 +365,8 @@ def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
 def _closure(
     mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int
 ) -> np.ndarray:
-    """(N, N) seconds between all specs; inf where one does not divide the shape (such
-    pairs are priced one by one).
-    ``first``: the ``front`` of the shape."""
+    """Return (N, N) seconds between all specs; inf where one does not divide the shape
+    (such pairs are priced one by one). ``first``: the ``front`` of the shape."""
     out = _hops(mesh, room, nbytes, first, ALONE)
     for k in np.flatnonzero(np.isfinite(out.diagonal())):
         np.minimum(out, out[:, k, None] + out[None, k, :], out=out)
@@ -373,7 +377,7 @@ def _closure(
 def _hops(
     mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int, alone: Alone
 ) -> np.ndarray:
-    """The same by one move at most."""
+    """Return (N, N) seconds between all specs by one move at most."""
     nodes = _nodes(mesh, len(room))
     fits = np.array(
         [
@@ -397,8 +401,8 @@ def _hops(
 def _grouped(
     mesh: Mesh, ndim: int, first: int
 ) -> dict[_Priced, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Moves by what prices them: (from, to, share) of all of one kind, axes and copies.
-    What is local has no kind."""
+    """Return moves by the key of their price: (from, to, share) of all of one kind,
+    axes and copies. Local moves have no kind."""
     groups: dict[_Priced, list[Hop]] = {}
     for hop in itertools.chain.from_iterable(_leaving(mesh, ndim)):
         move = hop[-1]

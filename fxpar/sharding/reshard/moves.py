@@ -1,14 +1,14 @@
-"""Every single step from a layout: the one generator that searches of routes share, and
-the arithmetic of layouts under it.
+"""Generates every single step from a layout, for all searches of routes, and computes
+with layouts.
 
 A layout has one tuple of tokens per dim, major to minor. A token ``(position, above,
 size)`` is the part ``(above)size`` of the mesh axis at ``position``; a whole axis is
 ``(position, 1, n)``. Adjacent parts of an axis are always joined.
 
-In: a layout and a ``Guide``, which says what a search looks at: all that can be done
-(``all_pairs``), or what may lead to one goal (``one_pair``). Out: moves, each with the
-layout after it, which follows from its row of ``steps.KINDS``. ``as_step`` names what a
-move is in axes and dims.
+In: a layout and a ``Guide``, which limits the moves that a search tries: all that are
+possible (``all_pairs``), or those that may lead to one goal (``one_pair``). Out: moves,
+each with the layout after it, which follows from its row of ``steps.KINDS``.
+``as_step`` names the axes and dims of a move. Never: chooses a move.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Dims = tuple[Tokens, ...]
 
 
 def count(tokens: Tokens) -> int:
-    """Shards that the tokens make."""
+    """Return the number of shards that the tokens make."""
     out = 1
     for token in tokens:
         out *= token[2]
@@ -39,7 +39,7 @@ def count(tokens: Tokens) -> int:
 
 
 def joined(tokens: Sequence[Token]) -> Tokens:
-    """The same tokens with adjacent parts of an axis made one."""
+    """Return the same tokens with adjacent parts of an axis made one."""
     out: list[Token] = []
     for token in tokens:
         if out and out[-1][0] == token[0] and out[-1][1] * out[-1][2] == token[1]:
@@ -49,14 +49,16 @@ def joined(tokens: Sequence[Token]) -> Tokens:
 
 
 def cut(token: Token, size: int) -> tuple[Token, Token | None]:
-    """The major part of that size, and what remains."""
+    """Return the major part of that size, and the remaining part (None if there is
+    none)."""
     axis, above, n = token
     rest = (axis, above * size, n // size) if n > size else None
     return (axis, above, size), rest
 
 
 def agree(have: Tokens, want: Tokens) -> int:
-    """How many tokens of ``have`` stand where ``want`` has them, from the major end.
+    """Return how many tokens of ``have`` are where ``want`` has them, from the major
+    end.
 
     Parts of an axis agree if they are its major parts in order.
     """
@@ -78,8 +80,8 @@ def agree(have: Tokens, want: Tokens) -> int:
 
 
 def _subtract(token: Token, covered: Sequence[Token]) -> list[Token]:
-    """The parts of a token that are not among ``covered``, major first; without those
-    that another way of cutting the axis makes inexpressible."""
+    """Return the parts of a token that are not among ``covered``, major first; without
+    those that another way of cutting the axis makes inexpressible."""
     axis, at, n = token
     end, out = at * n, []
     for _, above, size in sorted(u for u in covered if u[0] == axis):
@@ -94,16 +96,17 @@ def _subtract(token: Token, covered: Sequence[Token]) -> list[Token]:
 
 
 def missing(dims: Dims, goal: Dims) -> list[Token]:
-    """Tokens of ``goal`` that ``dims`` does not have on any dim."""
+    """Return tokens of ``goal`` that ``dims`` does not have on any dim."""
     have = [token for dim in dims for token in dim]
     return [part for dim in goal for token in dim for part in _subtract(token, have)]
 
 
 def involved(before: Dims, after: Dims) -> Tokens:
-    """Axes on which ranks have to communicate to go from one to the other.
+    """Return the axes on which ranks have to communicate to go from one layout to the
+    other.
 
-    What heads or ends a dim on both sides stays out. An axis that is cut differently on
-    the two sides counts as a whole.
+    Tokens that head or end a dim in both stay out. An axis that is cut differently in
+    the two counts as a whole.
     """
     parts: dict[int, set[Token]] = {}
     for source, target in zip(before, after, strict=True):
@@ -127,9 +130,10 @@ def involved(before: Dims, after: Dims) -> Tokens:
 
 
 def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
-    """The layout nearest to ``goal`` with as many shards on each dim as ``dims``.
+    """Return the layout nearest to ``goal`` with as many shards on each dim as
+    ``dims``.
 
-    Nearest: each dim begins as the goal does. What else a dim must hold are axes that
+    Nearest: each dim begins as the goal does. The other axes of a dim are those that
     other dims need, the one to leave first at the minor end, and above them axes that
     will be gathered. Axes are cut where sizes require. ``barred`` axes stay out. None
     if the sizes do not allow it.
@@ -154,7 +158,7 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
     used = [t for tokens in placed for t in tokens]
     used += [t for blocks in leaving for block in blocks for t in block]
     free = [[p for t in tokens for p in _subtract(t, used)] for tokens in dims]
-    # Fill with what the dim already has, then with what others have over.
+    # Fill with tokens that the dim already has, then with those that others can spare.
     for d, spare_tokens in enumerate(free):
         placed[d] += _fill(spare_tokens, d, capacity)
     spare = [part for spare_tokens in free for part in spare_tokens]
@@ -170,8 +174,8 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
 def _lodge(
     dims: Dims, unplaced: list[list[Token]], capacity: list[int], barred: Set[int]
 ) -> list[list[list[Token]]]:
-    """Put what each dim still needs on dims with capacity to spare, from where it can
-    follow by all-to-all. Per dim: blocks, the first to leave last."""
+    """Put tokens each dim still needs on dims with capacity to spare, from where they
+    can follow by all-to-all. Return blocks per dim, the first to leave last."""
     blocks: list[list[list[Token]]] = [[] for _ in dims]
     for e, queue in enumerate(unplaced):
         at = None
@@ -195,7 +199,8 @@ def _lodge(
 
 
 def _fill(pool: list[Token], d: int, capacity: list[int]) -> list[Token]:
-    """Take tokens off the pool, whole or cut, until dim ``d`` has enough."""
+    """Take tokens off the pool, whole or cut, until dim ``d`` has enough; return
+    them."""
     out, remaining = [], []
     for token in pool:
         size = math.gcd(token[2], capacity[d])
@@ -212,7 +217,7 @@ def _fill(pool: list[Token], d: int, capacity: list[int]) -> list[Token]:
 
 
 def _consistent(dims: Dims) -> bool:
-    """Whether all parts of each axis come from one way of cutting it."""
+    """Return whether all parts of each axis come from one way of cutting it."""
     end: dict[int, int] = {}
     for axis, above, size in sorted(token for tokens in dims for token in tokens):
         if above % end.get(axis, 1):
@@ -228,7 +233,7 @@ Layout = tuple[Dims, Pending]
 
 @dataclass(frozen=True)
 class Move:
-    """A step while searching."""
+    """Is a step while searching."""
 
     # A key of ``steps.KINDS``.
     kind: str
@@ -240,36 +245,37 @@ class Move:
     op: str
     # The tokens of each dim after the move.
     dims: Dims
-    # What is partial after the move.
+    # The partial axes after the move.
     pending: Pending
 
 
 class Guide(Protocol):
-    """What a search tries from a layout."""
+    """Says which moves a search tries from a layout."""
 
     def reduced(self, op: str, pending: Pending) -> Iterable[Tokens]:
-        """Sets of partial axes of one reduction, to be reduced at once."""
+        """Return sets of partial axes of one reduction, to be reduced at once."""
 
     def scattered(
         self, op: str, d: int, dims: Dims, pending: Pending
     ) -> Iterable[Tokens]:
-        """The same, in the order in which they shall split dim ``d``."""
+        """Return sets as ``reduced``, in the order in which they are to split dim
+        ``d``."""
 
     def added(self, dims: Dims, pending: Pending) -> Iterable[tuple[Token, int | None]]:
-        """Unused axes, each with the dim it may split; None makes it partial."""
+        """Return unused axes, each with the dim it may split; None makes it partial."""
 
     def arranged(self, dims: Dims, pending: Pending) -> Iterable[Dims]:
-        """Other layouts with as many shards on each dim."""
+        """Return other layouts with as many shards on each dim."""
 
     def staying(self, d: int, have: Tokens) -> int:
-        """How many axes at the major end of a dim stay."""
+        """Return how many axes at the major end of a dim stay."""
 
     def fits(self, d: int, dims: Dims, more: int) -> bool:
-        """Whether a dim can be cut into so many times more shards."""
+        """Return whether a dim can be cut into ``more`` times as many shards."""
 
 
 def moves(guide: Guide, dims: Dims, pending: Pending) -> Iterator[Move]:
-    """Every move from a layout that a guide allows: reductions, slices and masks,
+    """Yield every move from a layout that a guide allows: reductions, slices and masks,
     permutes, all-to-alls and gathers."""
     for op in dict.fromkeys(op for _, op in pending):
         for tokens in guide.reduced(op, pending):
@@ -302,7 +308,7 @@ def _move(
     at: tuple[int, ...] = (),
     op: str = "",
 ) -> Move:
-    """A move and the layout after it."""
+    """Return a move with the layout after it."""
     row, after = KINDS[kind], list(dims)
     if row.gathered is not None:
         d = at[row.gathered]
@@ -318,15 +324,15 @@ def _move(
 
 
 def axes_of_tokens(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
-    """Tokens as names of axes and their parts."""
+    """Return the names of the axes, and parts of axes, that tokens are."""
     return tuple(mesh.sub_axis(mesh.names[i], above, n) for i, above, n in tokens)
 
 
 def as_step(
     move: Move, dims: Sequence[int], before: Spec, after: Spec, op: str, mesh: Mesh
 ) -> Step:
-    """The step that a move is, between two specs. ``dims``: the tensor's dim of each of
-    the layout's. ``op``: its reduction."""
+    """Return the step that a move is, between two specs. ``dims``: the tensor's dim of
+    each of the layout's. ``op``: its reduction."""
     row, axes = KINDS[move.kind], axes_of_tokens(move.tokens, mesh)
     return Step(
         move.kind,
@@ -339,8 +345,8 @@ def as_step(
 
 
 def seconds(move: Move, mesh: Mesh, nbytes: float, behind: Sequence[bool]) -> float:
-    """Seconds of a move from ``nbytes`` on each rank. ``behind``: of each dim of the
-    layout whether it is behind the ``front`` of the shape."""
+    """Return the seconds of a move from ``nbytes`` on each rank. ``behind``: for each
+    dim of the layout whether it comes after the ``front`` of the shape."""
     if KINDS[move.kind].local:
         return 0.0
     late = tuple(behind[d] for d in move.at)
@@ -355,5 +361,6 @@ def curve(
     late: tuple[bool, ...],
     alone: steps.Alone = steps.ALONE,
 ) -> Curve:
-    """Seconds over bytes of a collective along tokens, as ``steps.curve`` has them."""
+    """Return the seconds over bytes of a collective along tokens, as ``steps.curve``
+    does."""
     return steps.curve(kind, mesh, axes_of_tokens(tokens, mesh), late, alone)

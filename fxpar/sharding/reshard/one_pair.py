@@ -1,4 +1,4 @@
-"""Change of spec of one value: the cheapest steps from one spec to another.
+"""Changes the spec of one value: finds the cheapest steps from one spec to another.
 
 In: two specs, a mesh, a shape. Out: steps and seconds. A route is made of the steps of
 Shardy's reshard-to-collectives (slice, permute, all-to-alls, all-gather) and of GSPMD's
@@ -7,7 +7,7 @@ places each, so that nothing is replicated that need not be, and gathering stays
 alternative where it is cheaper.
 
 An axis moves in pieces (as parts) where sizes make that necessary, e.g.
-``[x, y] -> [y, x]`` for x=4, y=2. Axes that neither spec has are left alone.
+``[x, y] -> [y, x]`` for x=4, y=2. Never: uses axes that neither spec has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fxpar.sharding.reshard.moves import (
 from fxpar.sharding.reshard.steps import KINDS, Step, front
 from fxpar.sharding.spec import Spec
 
-# A size where latency decides, and one where bandwidth does.
+# Bytes for which latency decides, and bytes for which bandwidth does.
 _SIZES = (1.0, 2.0**44)
 
 # With more axes out of place than this, distance to the goal guides the search: tens of
@@ -60,7 +60,7 @@ Moves = tuple[Move, ...]
 def search(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[Step, ...], float]:
-    """The cheapest steps, and their seconds.
+    """Return the cheapest steps, and their seconds.
 
     Raises SpecError if a spec does not fit mesh and shape, or a partial axis is to
     change its reduction.
@@ -88,7 +88,8 @@ def search(
 
 
 def _padding(source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...]) -> float:
-    """How much larger than a mean shard those are that collectives carry."""
+    """Return how many times as large as a mean shard those are that collectives
+    carry."""
     out = 1.0
     for rows, *pair in zip(shape, source.dims, target.dims, strict=True):
         axes = max(pair, key=len)
@@ -99,7 +100,7 @@ def _padding(source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...]) -> 
 
 
 def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
-    """Shards along the dims that a problem leaves out."""
+    """Return the number of shards along the dims that a problem leaves out."""
     return math.prod(
         mesh.count(axes) for d, axes in enumerate(source.dims) if d not in dims
     )
@@ -113,9 +114,12 @@ def _pose(
     uneven: tuple[bool, ...],
     first: int,
 ) -> tuple[_Problem, list[int]]:
-    """(the problem to search, the dims it is about). ``room``: the most shards each dim
-    can be cut into (the part of its size that a mesh can divide). ``uneven``: the dims
-    whose shards are not alike. ``first``: the ``front`` of the shape."""
+    """Return the problem to search, and the dims it is about.
+
+    ``room``: the most shards each dim can be cut into (the part of its size that a mesh
+    can divide). ``uneven``: the dims whose shards are not equal. ``first``: the
+    ``front`` of the shape.
+    """
     before, after = dict(source.partial), dict(target.partial)
     for spec, ops in ((source, before), (target, after)):
         if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
@@ -147,7 +151,7 @@ def _pose(
     busy = frozenset(position[axis] for axis in remaining)
     dims = _concerned(start, goal, room, pending, mesh)
     copies = any(link.copy_launch or link.copy_byte for link in mesh.links)
-    # Dims in a fixed order and without those that stay: what is alike is searched once.
+    # Dims in a fixed order and without those that stay: equal problems are solved once.
     problem = _Problem(
         mesh,
         tuple(start[d] for d in dims),
@@ -164,8 +168,8 @@ def _pose(
 def _concerned(
     start: Dims, goal: Dims, room: Sequence[int], pending: Pending, mesh: Mesh
 ) -> list[int]:
-    """Dims a search has to look at: those that change. A reduction over unlike links
-    gets one more, so that it can scatter on it, reduce, and gather."""
+    """Return the dims a search has to look at: those that change. A reduction over
+    unlike links gets one more, so that it can scatter on it, reduce, and gather."""
     dims = [d for d in range(len(start)) if start[d] != goal[d]]
     rest = [d for d in range(len(start)) if start[d] == goal[d]]
     links = {mesh.links[token[0]] for token, _ in pending}
@@ -176,23 +180,23 @@ def _concerned(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Reach one layout from another, with nothing pending."""
+    """Is the problem to reach one layout from another, with nothing pending."""
 
-    # Whose axes tokens name.
+    # The mesh that tokens name the axes of.
     mesh: Mesh
     # Tokens of each dim that the problem is about, at first.
     start: Dims
-    # The same at last.
+    # Tokens of the same dims at last.
     goal: Dims
     # The most shards of each dim; any fewer must divide it.
     room: tuple[int, ...]
-    # What is partial at first.
+    # The partial axes at first.
     pending: Pending
     # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]
-    # Dims behind the front of the shape, which are copied; none where that is free.
+    # Whether each dim comes after the front of the shape and copies of it cost time.
     behind: tuple[bool, ...]
-    # Dims whose shards are not alike.
+    # Whether shards of each dim are not equal.
     uneven: tuple[bool, ...]
 
     @cached_property
@@ -200,8 +204,9 @@ class _Problem:
         return bound(self.mesh)[1]
 
     def allows(self, move: Move) -> bool:
-        """Whether a move is one of whole axes, one after another where shards are not
-        alike: a part of an axis, or two axes at once, would cut them elsewhere."""
+        """Return whether a move is possible with unequal shards: it moves whole axes,
+        one after another; a part of an axis, or two axes at once, would cut them
+        elsewhere."""
         if not any(self.uneven):
             return True
         sizes = self.mesh.axes
@@ -211,14 +216,14 @@ class _Problem:
         return alone or not any(self.uneven[d] for d in move.at)
 
     def misplaced(self, dims: Dims, pending: Pending) -> int:
-        """How many axes are not where they should be."""
+        """Return how many axes are not where they should be."""
         out = len(pending)
         for have, want in zip(dims, self.goal, strict=True):
             out += len(have) + len(want) - 2 * agree(have, want)
         return out
 
     def reduced(self, op: str, pending: Pending) -> Iterator[Tokens]:
-        """All axes, those that no dim needs, and each alone."""
+        """Yield all axes, those that no dim needs, and each by itself."""
         goal_tokens = {token for want in self.goal for token in want}
         every = tuple(token for token, o in pending if o == op)
         idle = tuple(token for token in every if token not in goal_tokens)
@@ -229,7 +234,7 @@ class _Problem:
     def scattered(
         self, op: str, d: int, dims: Dims, pending: Pending
     ) -> Iterator[Tokens]:
-        """Each axis alone, runs that the dim needs next, and all axes."""
+        """Yield each axis by itself, runs that the dim needs next, and all axes."""
         every = tuple(token for token, o in pending if o == op)
         runs: list[Tokens] = [(token,) for token in every]
         rest = self.goal[d][agree(dims[d], self.goal[d]) :]
@@ -239,8 +244,9 @@ class _Problem:
         yield from dict.fromkeys((*runs, every))
 
     def added(self, dims: Dims, pending: Pending) -> Iterator[tuple[Token, int]]:
-        """What the goal has and the layout has not, on any dim: all of it, or as much
-        as the dim shall have more shards, the rest going elsewhere."""
+        """Yield tokens that the goal has and the layout has not, on any dim: each
+        whole, and as much of it as multiplies the dim's shards to the goal's, the rest
+        going elsewhere."""
         partial = {token[0] for token, _ in pending}
         for token in missing(dims, self.goal):
             if token[0] in partial:
@@ -252,25 +258,26 @@ class _Problem:
                         yield cut(token, size)[0], d
 
     def arranged(self, dims: Dims, pending: Pending) -> Iterator[Dims]:
-        """The layout nearest to the goal."""
+        """Yield the layout nearest to the goal."""
         partial = {token[0] for token, _ in pending}
         nearest = arrange(dims, self.goal, self.busy | partial)
         if nearest is not None and nearest != dims:
             yield nearest
 
     def staying(self, d: int, have: Tokens) -> int:
-        """The axes that the goal has there."""
+        """Return how many axes the goal has there too."""
         return agree(have, self.goal[d])
 
     def fits(self, d: int, dims: Dims, more: int) -> bool:
-        """Whether mesh and size allow so many times more shards."""
+        """Return whether mesh and size allow ``more`` times as many shards."""
         return self.room[d] % (count(dims[d]) * more) == 0
 
 
 @lru_cache(maxsize=1 << 16)
 def _solve(problem: _Problem, nbytes: float) -> Moves:
-    """Cheapest moves for a value of ``nbytes``: A* search, the bound being the bytes
-    that still have to be gathered. Among equals the fewest moves, then the first."""
+    """Return the cheapest moves for a value of ``nbytes``: A* search, the bound being
+    the bytes that still have to be gathered. Among equals the fewest moves, then the
+    first."""
     start, goal = (problem.start, problem.pending), (problem.goal, ())
     whole = math.prod(map(count, problem.goal))
     latency = bound(problem.mesh)[0]
@@ -317,8 +324,9 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
 
 
 def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
-    """Routes for a value of ``nbytes``, the cheapest among them. A route of straight
-    lines (only reductions have others) that is best at both ends is so in between."""
+    """Return routes for a value of ``nbytes``, the cheapest among them. A route whose
+    time is linear in bytes (only reductions have others) and that is best at both ends
+    is so in between."""
     ends = tuple(dict.fromkeys(_solve(problem, size) for size in _SIZES))
     if len(ends) == 1 and not problem.pending:
         return ends
@@ -330,7 +338,7 @@ def _seconds(move: Move, problem: _Problem, nbytes: float) -> float:
 
 
 def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:
-    """Seconds of a route."""
+    """Return the seconds of a route."""
     dims, total = problem.start, 0.0
     for move in route:
         total += _seconds(move, problem, nbytes / math.prod(map(count, dims)))
@@ -339,7 +347,7 @@ def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:
 
 
 def _merged(route: Moves) -> Iterator[Move]:
-    """Neighbouring slices of one dim as one move."""
+    """Yield the moves, neighbouring slices of one dim as one move."""
     last: Move | None = None
     for move in route:
         if last and (move.kind, last.kind, move.at) == ("slice", "slice", last.at):
@@ -354,7 +362,8 @@ def _merged(route: Moves) -> Iterator[Move]:
 def _steps(
     route: Moves, dims: Sequence[int], source: Spec, target: Spec, mesh: Mesh
 ) -> tuple[Step, ...]:
-    """Moves with the names of axes and the numbers of dims, masks at the end."""
+    """Return moves as steps, with names of axes and numbers of dims, masks at the
+    end."""
     remaining = {axis: op for axis, op in source.partial if axis in target.partial_axes}
     out: list[Step] = []
     spec = source

@@ -1,16 +1,16 @@
-"""The one way from spec to spec, its steps and its seconds, and which reshards a plan
-needs: one list, each value resharded once per target spec.
+"""Finds the steps and seconds from spec to spec, and the reshards a plan needs: one
+list, each value resharded once per target spec.
 
-``steps`` finds the cheapest route from one spec to another; ``price`` says what that
-route costs. Where links are known and axes are few, the routes of ``all_pairs`` compete
-with those of ``one_pair``: over unlike links, axes that neither spec has can share the
-work. Among equals those of ``one_pair`` win.
+``steps`` finds the cheapest route from one spec to another; ``price`` returns its
+seconds. Where links are known and axes are few, the routes of ``all_pairs`` and of
+``one_pair`` compete: over unlike links, axes that neither spec has can share the work.
+Among equals ``one_pair`` wins.
 
-``needed``. In: a Program, a strategy per op, the spec each value settles in, the specs
-of inputs and outputs. Out: ``Edges``: for every use of a value the spec it is read
-in, and the ordered reshards that make those versions. A version is made from the
-cheapest one that exists by then, so a value gathered for one reader is not gathered
-again for the next.
+``connect``. In: a Program, a strategy per op, the spec each value settles in, the specs
+of inputs and outputs. Out: ``Edges``: for every use of a value the spec it is read in,
+and the ordered reshards that make those versions. A version is made from the cheapest
+one that exists by then, so a value gathered for one reader is not gathered again for
+the next. Never: changes the Program, a strategy or a spec that values settle in.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def steps(
     itemsize: int = 4,
     apart: Axes = (),
 ) -> tuple[Step, ...]:
-    """The cheapest steps from ``source`` to ``target`` for a global ``shape``.
+    """Return the cheapest steps from ``source`` to ``target`` for a global ``shape``.
     ``apart``: axes along which ranks have unlike values, though no spec says so: they
     cannot share the work.
 
@@ -51,7 +51,7 @@ def steps(
 def price(
     source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int = 4
 ) -> float:
-    """Predicted seconds of ``steps``. Cached: costs a dictionary look-up."""
+    """Return the predicted seconds of ``steps``. Cached: costs a dictionary look-up."""
     if source == target:
         return 0.0
     seconds = _route(source, target, mesh, tuple(shape), itemsize)[1]
@@ -67,8 +67,8 @@ def _route(
     itemsize: int,
     apart: Axes = (),
 ) -> tuple[tuple[Step, ...], float]:
-    """Steps and seconds. Along an axis of stages nothing goes but what is split there:
-    ranks at other places run other steps."""
+    """Return steps and seconds. Along an axis of stages only values split there are
+    sent: ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
     stages = pipeline_axis(mesh)
     alone = {stages, *apart}
@@ -88,9 +88,9 @@ def _route(
 
 @dataclass(frozen=True)
 class Reshard:
-    """A value from one spec to another, for the op or output that first asks."""
+    """Brings a value from one spec to another, for the op or output that first asks."""
 
-    # In ``Program.values``.
+    # Index in ``Program.values``.
     value: int
     # The spec that it has.
     source: Spec
@@ -100,14 +100,14 @@ class Reshard:
     reader: int | None
     # Number of the output that first asks; None: an op does.
     output: int | None
-    # It settles what its producer made, so it belongs right after the producer; any
-    # other stands before its reader.
+    # Whether it settles the producer's result, and so is placed right after the
+    # producer; any other is placed before its reader.
     early: bool
 
 
 @dataclass
 class Edges:
-    """The specs in which values are made and read, and the reshards between."""
+    """Holds the specs in which values are made and read, and the reshards between."""
 
     # Spec of each value as its op gives it.
     specs: list[Spec]
@@ -120,14 +120,14 @@ class Edges:
 
 
 def _one_way(source: Spec, target: Spec) -> bool:
-    """Whether no axis changes its reduction, which takes two reshards: one that reduces
-    it, one that makes it partial again."""
+    """Return whether no axis changes its reduction, which takes two reshards: one that
+    reduces it, one that makes it partial again."""
     before = dict(source.partial)
     return all(before.get(axis, op) == op for axis, op in target.partial)
 
 
 class _Versions:
-    """The specs in which each value exists so far."""
+    """Holds the specs in which each value exists so far."""
 
     def __init__(
         self,
@@ -138,8 +138,9 @@ class _Versions:
         apart: Axes = (),
         manual: Axes = (),
     ) -> None:
-        """``apart``, ``manual``: sets of axes each of which has reshards of its own; of
-        a value that both split, those of the first go first."""
+        """Begin with the specs in which values are made. ``apart``, ``manual``: sets of
+        axes each of which has reshards of its own; for a value that both split, those
+        of the first come first."""
         self.program, self.mesh = program, mesh
         self.manual = frozenset(manual)
         self.apart = [frozenset(axes) for axes in (apart, manual) if axes]
@@ -177,7 +178,7 @@ class _Versions:
         direct = min(self._price(v, spec, need) for spec in exist)
         mixed = not all(axes.isdisjoint(settled.axes) for axes in self.apart)
         if settled not in exist and settled != need and not mixed:
-            # Settling first pays if what others will read is on the way.
+            # Settling first pays if the spec that others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
             through += self._price(v, settled, need)
             if through <= direct * (1 + 1e-9):
@@ -191,8 +192,9 @@ class _Versions:
         reader: int | None,
         output: int | None,
     ) -> bool:
-        """Make a version that manual axes split as the value was made, or some of them
-        do, if it is one: along the others it is gathered first."""
+        """Make a version split along manual axes as the value was made, or along some
+        of them, if ``need`` is such a version: along the others it is gathered first.
+        Return whether it is."""
         origin = self.made_specs[v]
         shared = self.manual.intersection(need.sharded_axes)
         others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
@@ -213,8 +215,9 @@ class _Versions:
         reader: int | None,
         output: int | None,
     ) -> Spec:
-        """The version that axes are added to: of a value that they do not split yet, or
-        of one that they are to reduce, which then is a reduce-scatter."""
+        """Return the version that ``axes`` are added to: one that they do not split
+        yet, or, if they are to reduce it, a partial one, so that the reshard is a
+        reduce-scatter."""
         first = self.made_specs[v]
         unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
@@ -235,7 +238,7 @@ class _Versions:
         self._add(v, source, target, reader, output)
 
     def _candidates(self, v: int) -> list[Spec]:
-        """Versions that others are made from."""
+        """Return versions that others are made from."""
         apart = frozenset[str]().union(*self.apart)
         return [spec for spec in self.exist[v] if apart.isdisjoint(spec.axes)]
 
@@ -249,7 +252,7 @@ class _Versions:
 
 
 def _without(spec: Spec, axes: Collection[str]) -> Spec:
-    """The spec without some axes, on dims and as reductions."""
+    """Return the spec without some axes, on dims and as reductions."""
     dims = spec.without(axes).dims
     return Spec.of(dims, [(a, op) for a, op in spec.partial if a not in axes])
 
@@ -264,9 +267,13 @@ def connect(
     manual: Axes = (),
     averaged: Collection[int] = (),
 ) -> Edges:
-    """All reads and reshards of a plan, inputs and outputs as the signature wants.
-    ``apart``, ``manual``: axes along which values move by reshards that have no other;
-    ``averaged``: values that ranks along the latter made operands of a mean of."""
+    """Return all reads and reshards of a plan, inputs and outputs as the signature
+    wants.
+
+    ``apart``, ``manual``: axes along which values are moved by reshards of their own;
+    ``averaged``: values that are operands of a mean over ranks along the ``manual``
+    axes.
+    """
     signature = program.signature
     specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):

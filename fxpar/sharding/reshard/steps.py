@@ -1,13 +1,14 @@
-"""The steps a reshard is made of: one table of their kinds, and ``Step``, one of them.
+"""Defines the steps a reshard is made of: one table of their kinds, and ``Step``.
 
-``KINDS`` says of each kind what it does to a spec, to the local shape, how much it
-sends and copies, and whether it communicates at all: slice and mask are local, every
-other step is one collective over the ranks that differ on its axes, priced as
-``cost.collectives`` has it, and copies around it as ``mesh.Link`` says: kernels that
-read and write memory. A slice or mask is such a kernel where its reshard sends nothing;
-before and behind collectives it is taken to be part of others. What torch makes of a
-kind stands in ``passes.lower``, under the same names. Axes may be parts (see
-``mesh``). ``str(step)`` is what golden tests and explanations show.
+In: specs before and after, a mesh, bytes. Out: ``KINDS`` says of each kind what it does
+to a spec and to the local shape, how much it sends and copies, and whether it
+communicates at all: slice and mask are local, every other step is one collective over
+the ranks that differ on its axes, priced as in ``cost.collectives``, with the copies
+around it as in ``mesh.Link``: kernels that read and write memory. A slice or mask is
+such a kernel where its reshard sends nothing; before and after collectives it is
+assumed to be part of others. What torch makes of a kind is in ``passes.lower``, under
+the same names. Axes may be parts (see ``mesh``). ``str(step)`` is what golden tests and
+explanations show. Never: chooses a step.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class StepKind:
-    """What steps of one kind do. The dims of a step are those it names, in order."""
+    """Says what steps of one kind do. The dims of a step are those it names, in
+    order."""
 
     # How a step is written, with its axes, dims (d), reduction and specs.
     text: str
     # (k, bytes a rank holds before) -> bytes it sends, of k ranks; None: no collective.
     sent: Callable[[int, float], float] | None = None
-    # Which of the step's dims its axes leave; None: none.
+    # Index of the step's dim that its axes leave; None: none.
     gathered: int | None = None
-    # Which of them they go to, at its minor end; None: none.
+    # Index of the step's dim that they go to, at its minor end; None: none.
     split: int | None = None
     # Whether the axes are partial before.
     reduces: bool = False
@@ -41,26 +43,29 @@ class StepKind:
 
     @property
     def local(self) -> bool:
-        """Whether it needs no communication."""
+        """Return whether it needs no communication."""
         return self.sent is None
 
     def growth(self, k: int) -> float:
-        """Local bytes after, as a multiple of those before."""
+        """Return local bytes after, as a multiple of those before."""
         if (self.gathered is None) == (self.split is None):
             return 1.0
         return 1 / k if self.gathered is None else float(k)
 
     def copied(self, k: int, moved: Sequence[bool]) -> tuple[float, float]:
-        """Bytes that are copied before its collective and behind it, as multiples of
-        those before. A collective cuts and joins blocks that lie one behind the other:
-        a dim that it splits is brought into that form, one that it gathers out of it.
-        ``moved``: of each dim it names whether blocks of it lie otherwise."""
+        """Return the bytes copied before its collective and after it, as multiples of
+        those before.
+
+        A collective cuts and joins blocks that are stored one after the other: a dim
+        that it splits is brought into that form, one that it gathers out of it.
+        ``moved``: for each dim it names whether blocks of it are stored otherwise.
+        """
         before = self.split is not None and moved[self.split]
         behind = self.gathered is not None and moved[self.gathered]
         return float(before), self.growth(k) * behind
 
     def shape(self, before: Sequence[int], dims: Sequence[int], k: int) -> list[int]:
-        """The local shape after a step that names ``dims``, over k ranks."""
+        """Return the local shape after a step that names ``dims``, over k ranks."""
         shape = list(before)
         if self.gathered is not None:
             shape[dims[self.gathered]] *= k
@@ -73,8 +78,8 @@ def _part(k: int, nbytes: float) -> float:
     return (k - 1) * nbytes / k
 
 
-# Whether a copy before a collective, and one behind it, is a kernel of its own, as it
-# is beside a contraction; with light ops Inductor makes it one kernel.
+# Whether a copy before a collective, and one after it, is a kernel of its own, as it
+# is next to a contraction; with light ops Inductor makes it one kernel.
 Alone = tuple[bool, bool]
 ALONE: Alone = (True, True)
 
@@ -115,32 +120,32 @@ KINDS: dict[str, StepKind] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a reshard of one value."""
+    """Is one step of a reshard of one value."""
 
     # A key of ``KINDS``.
     kind: str
-    # What holds after the step.
+    # The spec after the step.
     spec: Spec
-    # The axes it concerns; of reductions and permutes in mesh order.
+    # The axes it concerns; for reductions and permutes in mesh order.
     axes: tuple[str, ...]
     # The dims it names, as its kind counts them.
     dims: tuple[int, ...] = ()
     # The reduction of a partial value.
     op: str = ""
-    # What held before a permute.
+    # The spec before a permute.
     before: Spec | None = None
 
     @property
     def local(self) -> bool:
-        """Whether it needs no communication."""
+        """Return whether it needs no communication."""
         return KINDS[self.kind].local
 
     def growth(self, mesh: Mesh) -> float:
-        """Local bytes after, as a multiple of those before."""
+        """Return local bytes after, as a multiple of those before."""
         return KINDS[self.kind].growth(mesh.count(self.axes))
 
     def sent(self, mesh: Mesh, nbytes: float) -> float:
-        """Bytes that a rank sends which holds ``nbytes`` before."""
+        """Return the bytes that a rank sends which holds ``nbytes`` before."""
         send = KINDS[self.kind].sent
         return send(mesh.count(self.axes), nbytes) if send else 0.0
 
@@ -157,11 +162,11 @@ class Step:
 
 
 def permutation(step: Step, mesh: Mesh) -> tuple[int, ...]:
-    """For each member of a permute's group, in mesh order, the member whose shard it
-    needs.
+    """Return for each member of a permute's group, in mesh order, the member whose
+    shard it needs.
 
     The same for every group, and a permutation: a shard that several members hold goes
-    from each of them to one. Who already holds what it needs keeps it.
+    from each of them to one. A member that already holds the shard it needs keeps it.
     """
     assert step.before is not None, step
     group = mesh.group(0, step.axes)
@@ -185,8 +190,8 @@ def _shard(spec: Spec, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def front(shape: Sequence[int]) -> int:
-    """The dim whose blocks lie one behind the other in memory: the first that has more
-    than one element."""
+    """Return the dim whose blocks are stored one after the other in memory: the first
+    that has more than one element."""
     return next((d for d, size in enumerate(shape) if size > 1), 0)
 
 
@@ -198,8 +203,8 @@ def curve(
     late: tuple[bool, ...],
     alone: Alone = ALONE,
 ) -> Curve:
-    """Seconds over bytes of a collective with the copies around it. ``late``: of each
-    dim the step names whether it is behind the ``front`` of the shape."""
+    """Return seconds over bytes of a collective with the copies around it. ``late``:
+    for each dim the step names whether it comes after the ``front`` of the shape."""
     collective, step = along(kind, mesh, axes), KINDS[kind]
     unordered = bool(late) and mesh.ordered(axes) != axes
     copied = step.copied(mesh.count(axes), [unordered or x for x in late])
@@ -221,7 +226,7 @@ def curve(
 
 
 def _copying(mesh: Mesh, axes: Sequence[str]) -> Link:
-    """The link along some axes with the slowest copies."""
+    """Return the link along some axes with the slowest copies."""
     links = (mesh.link(axis) for axis in axes)
     return max(links, key=lambda link: (link.copy_byte, link.copy_launch))
 
@@ -229,8 +234,8 @@ def _copying(mesh: Mesh, axes: Sequence[str]) -> Link:
 def written(
     source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int
 ) -> float:
-    """Seconds of the kernel that a reshard without collectives is: what it slices
-    behind the ``front`` is copied, what it masks is written."""
+    """Return the seconds of the kernel that a reshard without collectives is: slices of
+    dims after the ``front`` are copied, masked values are written."""
     first, before = front(shape), set(source.axes)
     axes = [
         axis
@@ -244,7 +249,7 @@ def written(
 
 
 def _kernel(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
-    """Seconds of a kernel that copies ``nbytes`` on account of some axes."""
+    """Return the seconds of a kernel that copies ``nbytes`` on account of some axes."""
     axes = [axis for axis in axes if mesh.axis_size(axis) > 1]
     if not axes:
         return 0.0
@@ -252,8 +257,8 @@ def _kernel(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
 
 
 def cost(step: Step, mesh: Mesh, nbytes: float, first: int = 0) -> float:
-    """Seconds that one step takes from ``nbytes`` on each rank, 0 if it is local;
-    ``first``: the ``front`` of the shape."""
+    """Return the seconds that one step takes from ``nbytes`` on each rank, 0 if it is
+    local; ``first``: the ``front`` of the shape."""
     if step.local:
         return 0.0
     late = tuple(d > first for d in step.dims)
@@ -261,8 +266,8 @@ def cost(step: Step, mesh: Mesh, nbytes: float, first: int = 0) -> float:
 
 
 def duration(steps: Sequence[Step], mesh: Mesh, nbytes: float, first: int = 0) -> float:
-    """Seconds of steps one after the other, from ``nbytes`` on each rank; ``first`` as
-    of ``cost``."""
+    """Return the seconds of steps one after the other, from ``nbytes`` on each rank;
+    ``first`` as for ``cost``."""
     total, copied = 0.0, list[str]()
     for step in steps:
         total += cost(step, mesh, nbytes, first)

@@ -1,11 +1,11 @@
-"""Search: the plan of least predicted time under a memory budget.
+"""Search finds the plan of least predicted time under a memory budget.
 
 In: a Program, a Mesh with links, Hardware, hints. Out: a strategy per op and a spec per
 value, with a proved bound. ``search_space`` lists strategies and specs, ``ties`` ties
-what repeats, ``formulate`` makes the pairwise problem that ``solver`` solves, at the
-prices of ``sharding.cost`` and ``sharding.reshard``; ``run_search`` runs it, and
+layers that repeat, ``formulate`` makes the pairwise problem that ``solver`` solves, at
+the prices of ``sharding.cost`` and ``sharding.reshard``; ``run_search`` runs it, and
 ``rank_candidates`` compares plans in a simulation in which communication overlaps.
-Nothing here changes a graph or needs a process group.
+Never: changes a graph or needs a process group.
 
 Sources: Alpa (OSDI 2022, section 4), FlexFlow (SysML 2019); TRW-S and HiGHS to solve.
 """

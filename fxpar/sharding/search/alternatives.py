@@ -1,8 +1,9 @@
-"""Questions to a search: what else an op could do, and what that would cost in all.
+"""Answers questions to a search: the other strategies of an op, and the time of a step
+with each.
 
-In: what a search found and a value. Out: alternatives with the cost of the whole plan,
-solved again around them, not guessed: the op is pinned and everything else may change.
-Changes nothing of what was found.
+In: the result of a search and a value. Out: alternatives with the cost of the whole
+plan, solved again and not guessed: the op is pinned and everything else may change.
+Never: changes the result.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from fxpar.units import difference, percent_more, short_seconds
 
-# Strategies solved again, those that look best with everything else as it is.
+# How many strategies are solved again: the best with everything else as it is.
 TRIED = 4
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another strategy of an op, and what a step would take with it."""
+    """Is another strategy of an op, with the seconds of a step that uses it."""
 
     # None for an input, which has a layout only.
     strategy: Strategy | None
-    # Specs of what the op makes, or of the input.
+    # Specs of the op's results, or of the input.
     specs: tuple[Spec, ...]
-    # Of a step of the whole plan with it; inf if no plan has it.
+    # Seconds of a step of the best plan with it; inf if no plan has it.
     seconds: float
 
     def compared(self, best: float) -> str:
@@ -55,8 +56,8 @@ class Alternative:
 def alternatives(
     result: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
 ) -> list[Alternative]:
-    """What the op that makes a value could do instead, or other layouts of an input,
-    the best first: with ``spec``, or, without one, the few that look best.
+    """Return other strategies of the op that makes a value, or other layouts of an
+    input, the best first: those with ``spec``, or, without one, the few that look best.
 
     Raises PlanError if ``spec`` is none that the op can make or the input may have.
     """
@@ -86,8 +87,8 @@ def alternatives(
 
 
 def _node(result: SearchResult, value: int) -> tuple[int | None, int]:
-    """The node that decides how a value is made, and its column there; None for a
-    constant, of which nothing is decided."""
+    """Return the node that decides how a value is made, and its column there; None for
+    a constant, for which there is no choice."""
     program, nodes = result.formulation.program, result.formulation.nodes
     if value in program.producers:
         of, place = program.producers[value]
@@ -116,7 +117,8 @@ def _impossible(
 
 
 def _total(result: SearchResult, node: int, k: int, seconds: float) -> float:
-    """Seconds of the best plan in which a node takes strategy ``k``."""
+    """Return the seconds of the best plan in which a node takes strategy ``k``; inf if
+    none."""
     problem = result.formulation.problem
     try:
         solution = resolve(problem, {node: k}, result.solution, seconds)
@@ -126,8 +128,8 @@ def _total(result: SearchResult, node: int, k: int, seconds: float) -> float:
 
 
 def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each strategy of a node with all others as they were chosen: its own,
-    and those of resharding what it reads and makes."""
+    """Return seconds by strategy of a node, with all other nodes as they were chosen:
+    of its own work, and of resharding its operands and results."""
     problem, choice = result.formulation.problem, result.solution.choice
     computing = np.array(problem.costs[node], float)
     resharding = np.zeros_like(computing)
@@ -142,7 +144,7 @@ def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarr
 def alternatives_text(
     result: SearchResult, value: int, choices: Sequence[Alternative]
 ) -> str:
-    """Format what a value costs in the plan, then alternatives, one a line, all
+    """Format the price of a value in the plan, then alternatives, one a line, all
     estimated before communication overlaps."""
     name = result.formulation.program.values[value].name
     node, _ = _node(result, value)

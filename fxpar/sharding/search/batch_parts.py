@@ -1,11 +1,11 @@
-"""A program whose batch is cut into parts, as the search prices it: one part of it.
+"""Describes a program whose batch is cut into parts, as the search prices it: one part.
 
 In: a Program and which factors of its ops follow the batch (``BatchCut``). Out: the
-``PartProgram``: the same ops and values, at the sizes of one part; what is there once
-for all parts (weights, sums of gradients, the update) costs a part its share. What is
-priced is one part, as stages need, or a step of all of them. Of a place of a pipeline
-it says what it holds: its stage's share of weights, activations of the parts in flight.
-Never looks at specs, and changes no graph.
+``PartProgram``: the same ops and values, at the sizes of one part; a part is charged
+its share of work and values that exist once for all parts (weights, sums of gradients,
+the update). The price is for one part, as stages need, or for a step of all parts.
+For a place of a pipeline it gives the memory held: its stage's share of weights,
+activations of the parts in flight. Never: looks at specs, or changes a graph.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fxpar.sharding.factors import Rule
 from fxpar.sharding.program import Input, Op, Program, Value, contracts, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
-# Bytes of an element that is accumulated over parts, at least.
+# The least bytes of an element that is accumulated over parts.
 WIDE = 4
 
-# What a stage holds all the time, of its own part of the program.
+# Kinds of entries that a stage holds all the time, for its own part of the program.
 STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulated")
 
 
-# Kernels of a program by what is gathered, kept for whoever asks again.
+# Kernels of a program, by the set of values that are gathered twice.
 SharedKernels = dict[frozenset[int], ProgramKernels]
 
 
 @dataclass(frozen=True)
 class BatchCut:
-    """What of a program follows the batch."""
+    """Says which factors, dims and values of a program follow the batch."""
 
-    # Of each op.
+    # Factors of each op that follow the batch.
     factors: tuple[frozenset[str], ...]
-    # Of each value.
+    # Dims of each value that follow the batch.
     dims: tuple[frozenset[int], ...]
     # Values that are summed over parts.
     sums: frozenset[int]
@@ -47,28 +47,28 @@ class BatchCut:
 
 @dataclass(frozen=True, eq=False)
 class PartProgram:
-    """One of several parts of a program."""
+    """Is one of several parts of a program."""
 
     # The program of the whole batch.
     whole: Program
-    # What of it follows the batch.
+    # The factors and dims of it that follow the batch.
     cut: BatchCut
-    # Parts.
+    # Number of parts.
     count: int
-    # Stages.
+    # Number of places that stages run on.
     places: int = 1
     # Parts that the first stage holds at a time.
     in_flight: int = 1
-    # How inputs whose rest is open lie along the axis of stages.
+    # How inputs of open layout are stored along the axis of stages.
     free_along_stages: str = "own"
-    # Kernels of the whole, by what is gathered: parts of one program share them.
+    # Kernels of the whole program; its ``PartProgram``s share them.
     whole_kernels: SharedKernels = field(default_factory=dict)
-    # So many parts are what is priced: one, or all.
+    # Number of parts that are priced: one, or all.
     paid: int = 1
 
     @cached_property
     def program(self) -> Program:
-        """At the sizes of one part."""
+        """Return the program at the sizes of one part."""
         rules: dict[tuple[Rule, frozenset[str]], Rule] = {}
 
         def smaller(op: Op, cut: frozenset[str]) -> Op:
@@ -96,7 +96,7 @@ class PartProgram:
         return replace(value, shape=tuple(shape), open=()) if dims else value
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
-        """The kernels of one part."""
+        """Return the kernels of one part."""
         key = frozenset(gathered)
         if key not in self.whole_kernels:
             self.whole_kernels[key] = kernels_of(self.whole, gathered)
@@ -128,12 +128,12 @@ class PartProgram:
         )
 
     def op_share(self, index: int) -> float:
-        """How many times an op's seconds are paid; of one part a share of them, if the
-        op is there once for all."""
+        """Return how many times an op's seconds are paid: the parts priced, or the
+        share of them for an op that runs once for all parts."""
         return self._share(bool(self.cut.factors[index]))
 
     def value_share(self, value: int) -> float:
-        """How many times the seconds are paid to bring a value elsewhere."""
+        """Return how many times the seconds of resharding a value are paid."""
         return self._share(bool(self.cut.dims[value]))
 
     def _share(self, with_each: bool) -> float:
@@ -141,16 +141,18 @@ class PartProgram:
 
     @property
     def is_step(self) -> bool:
-        """Whether what is priced is a step."""
+        """Return whether a whole step is priced."""
         return self.paid == self.count
 
     @cached_property
     def added(self) -> dict[int, tuple[tuple[int, float], ...]]:
-        """By op (position among its results, bytes): what is moved to add one part of
-        what it makes to the sum over parts. It is read, and the sum so far read and
-        written; the first part is none's. A product in the dtype of its sum adds to it
-        as it is made, which takes no longer than to write it
-        (``passes.stages.sums_of_parts``)."""
+        """Return by op (position among its results, bytes): the bytes moved to add one
+        part of its results to the sums over parts.
+
+        The result is read, and the sum so far read and written; the first part is not
+        added to anything. A product in the dtype of its sum adds to it as it is made,
+        which takes no longer than writing it (``passes.stages.sums_of_parts``).
+        """
         program, sums = self.program, self.cut.sums
         out: dict[int, tuple[tuple[int, float], ...]] = {}
         for op in program.ops:
@@ -169,16 +171,17 @@ class PartProgram:
         return out
 
     def _is_passed_on(self, v: int) -> bool:
-        """Whether a sum over parts is read by what makes such sums of it alone: these
-        are added up."""
+        """Return whether all readers of a sum over parts make such sums from it: theirs
+        are added up in its place."""
         readers = {i for i, _ in self.whole.uses[v]}
         sums = self.cut.sums
         passes = [not sums.isdisjoint(self.whole.ops[i].results) for i in readers]
         return bool(passes) and all(passes)
 
     def held(self, live: Sequence[Entry]) -> list[Entry]:
-        """What occupies a place's memory, of entries of ``program``: weights are
-        gathered, and gradients accumulated, once for all parts."""
+        """Return the entries that occupy a place's memory, given entries of
+        ``program``: weights are gathered, and gradients accumulated, once for all
+        parts."""
         end = len(self.whole.ops) + 1
         out = []
         for entry in live:
@@ -196,7 +199,7 @@ class PartProgram:
         return out
 
     def share(self, entry: Entry) -> float:
-        """The share of an entry that a place holds on average."""
+        """Return the share of an entry that a place holds on average."""
         if entry.kind == "saved":
             return self.in_flight / self.places
         if entry.kind not in STATIC:
@@ -204,26 +207,29 @@ class PartProgram:
         return self.share_at_every(entry) + self.share_at_stage(entry) / self.places
 
     def share_at_every(self, entry: Entry) -> float:
-        """The share of an entry that every place holds, whatever its stage."""
+        """Return the share of an entry that every place holds, whatever its stage."""
         along = self._along(entry)
         return 1 / self.places if along == "split" else float(along == "whole")
 
     def share_at_stage(self, entry: Entry) -> float:
-        """The share that a stage holds besides: what rests split along the axis of
-        stages is put together there, and so are gradients before they are."""
+        """Return the share that a stage holds in addition: an input that is split along
+        the axis of stages is gathered there, and a gradient is whole there before it is
+        split."""
         put_together = self._along(entry) == "split" and self.places > 1
         together = put_together and entry.kind in ("parameter", "gradient")
         return float(together or self._along(entry) == "own")
 
     def _along(self, entry: Entry) -> str:
-        """How an entry that is there throughout lies along the axis of stages."""
+        """Return how an entry that lives throughout is stored along the axis of stages:
+        "own", "split" or "whole"."""
         if entry.kind in ("gathered", "accumulated"):
             return "own"
         return self.along_stages.get(entry.value, "own")
 
     @cached_property
     def along_stages(self) -> dict[int, str]:
-        """How inputs, and gradients of them, lie along the axis of stages."""
+        """Return how inputs, and gradients of them, are stored along the axis of
+        stages."""
         signature, out = self.whole.signature, dict[int, str]()
         for result, v in zip(signature.outputs, self.whole.outputs, strict=True):
             if v is not None and result.kind == "gradient" and result.of is not None:
@@ -238,7 +244,8 @@ class PartProgram:
         return self.free_along_stages if along == "own" else along
 
     def _is_saved(self, entry: Entry) -> bool:
-        """Whether a value of a training step's forward is read by its backward."""
+        """Return whether a value of a training step's forward is read by its
+        backward."""
         ops, last = self.whole.ops, entry.end - 1
         maker = self.whole.producers.get(entry.value)
         if maker is None or last >= len(ops):

@@ -1,16 +1,17 @@
-"""The tasks of one step of any choice of the solver, and the order they are launched.
+"""Lists the tasks of one step of any choice of the solver, in the order of their
+launch.
 
-In: a Formulation. Out: ``Layout``: tasks without durations, and which are whose: a
-kernel for each op, and for each edge one that copies and a row of collectives, one for
-each step that its reshard may take. No choice changes them or their order; durations
-and axes are what ``overlap`` gives them. Never looks at a cost but to leave out edges
-that have none.
+In: a Formulation. Out: ``Layout``: tasks without durations, and the node or edge of
+each: a kernel for each op, and for each edge one that copies and a row of collectives,
+one for each step that its reshard may take. No choice changes them or their order;
+durations and axes are added by ``rank_candidates.Overlap``. Never: looks at a cost,
+except to leave out edges that have none.
 
-Collectives stand where lowering puts them (``passes.insert_reshards``,
+Collectives are placed as lowering does (``passes.insert_reshards``,
 ``passes.order.order_collectives``): a value settles, and a partial result is reduced,
-behind the op that makes it; a parameter is gathered where the one read before it is
+after the op that makes it; a parameter is gathered where the one read before it is
 first read; anything else moves right before its reader. A result is waited for where an
-op first reads it, views left out, and by the next collective that moves it on.
+op first reads it (views do not count), and by the next collective that moves it on.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.search_space import Node
 from fxpar.sharding.solver.problem import FORBIDDEN
 
-# Around an op: what it reads moves, is waited for, it runs, what it made is reduced.
+# Around an op, in order: its operands move, are waited for, it runs, results reduce.
 _MOVE, _WAIT, _RUN, _REDUCE = range(4)
 
 
 @dataclass(frozen=True)
 class EdgeValue:
-    """The value that an edge of the problem moves."""
+    """Is the value that an edge of the problem moves."""
 
-    # By index.
+    # Index of the value.
     value: int
-    # Column of the specs that the first node has for it.
+    # Column of the first node's specs that is of the value.
     source: int
-    # Column of those of the second.
+    # Column of the second node's specs that is of the value.
     target: int
 
 
 @dataclass(frozen=True)
 class EdgeTasks:
-    """Tasks of an edge. Only a partial value takes those ``behind`` its op where there
-    are both."""
+    """Holds the tasks of an edge. Where it has both collectives ``behind`` and
+    ``before``, a partial value takes the first, any other the second."""
 
-    # Behind the op that makes the value.
+    # Collectives after the op that makes the value.
     behind: tuple[int, ...] = ()
-    # Before the one that reads it.
+    # Collectives before the op that reads it.
     before: tuple[int, ...] = ()
     # The kernel that copies, before its collectives.
     copy: int | None = None
 
     def of(self, partial: bool) -> tuple[int, ...]:
-        """The tasks that a reshard takes."""
+        """Return the tasks that a reshard takes."""
         if self.behind and self.before:
             return self.behind if partial else self.before
         return self.behind or self.before
@@ -64,7 +65,7 @@ class EdgeTasks:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tasks of one step, and whose they are."""
+    """Holds the tasks of one step, and the node or edge of each."""
 
     # In the order they are launched.
     tasks: tuple[Task, ...]
@@ -72,15 +73,16 @@ class Layout:
     kernels: dict[int, int]
     # Tasks of each edge.
     rows: tuple[EdgeTasks, ...]
-    # What each edge moves, if it moves anything.
+    # The value that each edge moves, None if it moves none.
     edge_values: tuple[EdgeValue | None, ...]
-    # Whether what an edge moves is no op's at once: an input gathered ahead, or a
-    # gradient that nothing computes with.
+    # Whether no op waits for an edge's value at once: an input gathered ahead, or a
+    # gradient that no op computes with.
     aside: tuple[bool, ...]
 
 
 def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
-    """The tasks of a formulation; rows have as many collectives as there are axes."""
+    """Return the tasks of a formulation; a row has as many collectives as there are
+    axes."""
     tasks = _TasksOfChoice(formulation, tuple(axes))
     for e in range(len(formulation.problem.edges)):
         tasks.edge(e)
@@ -88,8 +90,9 @@ def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
 
 
 def edge_values(formulation: Formulation) -> tuple[EdgeValue | None, ...]:
-    """What each edge of the problem moves, by the order in which they were made; None
-    of those that say what an op pays for rows it exchanges."""
+    """Return the value that each edge of the problem moves; None for edges of the price
+    of exchanged rows. Several edges between two nodes are distinguished by their
+    order."""
     count: dict[tuple[int, int], int] = defaultdict(int)
     out: list[EdgeValue | None] = []
     for i, j, _ in formulation.problem.edges:
@@ -102,7 +105,7 @@ def edge_values(formulation: Formulation) -> tuple[EdgeValue | None, ...]:
 
 
 def _edge_value(formulation: Formulation, i: int, j: int, nth: int) -> EdgeValue:
-    """What the n-th of the edges between two nodes moves."""
+    """Return the value that the n-th of the edges between two nodes moves."""
     program, a, b = formulation.program, formulation.nodes[i], formulation.nodes[j]
     if a.kind == "op" and b.kind == "op":
         maker, reader = program.ops[a.of], program.ops[b.of]
@@ -117,7 +120,7 @@ def _edge_value(formulation: Formulation, i: int, j: int, nth: int) -> EdgeValue
 
 
 def _value(program: Program, node: Node) -> int:
-    """The value of a node that is no op."""
+    """Return the value of a node that is no op."""
     ends = {"input": program.inputs, "output": program.outputs}.get(node.kind)
     v = node.of if ends is None else ends[node.of]
     assert v is not None
@@ -125,7 +128,7 @@ def _value(program: Program, node: Node) -> int:
 
 
 def _column_of(program: Program, node: Node, v: int) -> int:
-    """The column of a value that a node makes."""
+    """Return the column of a value that a node makes."""
     if node.kind != "op":
         return 0
     op = program.ops[node.of]
@@ -137,7 +140,7 @@ _Place = tuple[int, int, int]
 
 
 class _TasksOfChoice:
-    """Tasks as they are made, edge by edge, each with its place."""
+    """Collects tasks edge by edge, each with its place."""
 
     def __init__(self, formulation: Formulation, axes: tuple[str, ...]) -> None:
         self.formulation, self.axes = formulation, axes
@@ -171,7 +174,8 @@ class _TasksOfChoice:
         axes: tuple[str, ...] = (),
         of: int | None = None,
     ) -> int:
-        """A new task, at the earliest behind the one that it waits for."""
+        """Add a task and return it; its place is at the earliest after the task it
+        waits for."""
         place = (*at, len(self.tasks))
         if of is not None:
             place = max(place, (*self.places[of][:2], len(self.tasks)))
@@ -180,8 +184,8 @@ class _TasksOfChoice:
         return len(self.tasks) - 1
 
     def _first_reads(self) -> list[int]:
-        """For each node the first op to compute with what it reads: itself, or, of a
-        view or a settled value, the first that reads that."""
+        """Return for each node the first op to compute with its value: the op itself,
+        or, for a view or a settled value, the first op that reads it."""
         nodes, edges = self.formulation.nodes, self.formulation.problem.edges
         readers: dict[int, list[int]] = defaultdict(list)
         for i, j, _ in edges:
@@ -199,15 +203,16 @@ class _TasksOfChoice:
                     first[i] = min((visit(j) for j in readers[i]), default=self.end)
             return first[i]
 
-        # From the last on, so that nothing is deep.
+        # From the last on, so that recursion is not deep.
         values = {i for i, node in enumerate(nodes) if node.kind in ("value", "copy")}
         for i in sorted(range(len(nodes)), key=lambda i: (i in values, -i)):
             visit(i)
         return [first[i] for i in range(len(nodes))]
 
     def _gathered(self) -> dict[int, int]:
-        """For each edge that brings an input to its readers the op where it starts: the
-        first reader of the one before it, of matrices and of vectors apart."""
+        """Return for each edge that brings an input to its readers the op where it
+        starts: the first reader of the input before it. Matrices and vectors are
+        counted separately."""
         nodes, backward = self.formulation.nodes, self.program.backward
         rows: dict[tuple[bool, bool], list[tuple[int, int]]] = defaultdict(list)
         for e, (i, j, table) in enumerate(self.formulation.problem.edges):
@@ -225,7 +230,7 @@ class _TasksOfChoice:
         return out
 
     def edge(self, e: int) -> None:
-        """The row of an edge, and the wait for what it moved."""
+        """Add the row of an edge, and the wait for the value it moved."""
         i, j, table = self.formulation.problem.edges[e]
         a, b = self.formulation.nodes[i], self.formulation.nodes[j]
         row, last = EdgeTasks(), self.pending.get(i)
@@ -260,8 +265,8 @@ class _TasksOfChoice:
         before: tuple[int, int] | None,
         last: int | None,
     ) -> tuple[EdgeTasks, int | None]:
-        """What an edge copies, and its collectives, each behind the one before it; the
-        last of them."""
+        """Add the copies of an edge and its collectives, each after the one before it;
+        return the row and the last of them."""
         start = behind or before
         copy = None if start is None else self.task(f"copies of edge {e}", start)
         tasks = []
@@ -275,7 +280,7 @@ class _TasksOfChoice:
         return EdgeTasks(tasks[0], tasks[1], copy), last
 
     def layout(self) -> Layout:
-        """All tasks in order, waits among them."""
+        """Return all tasks in order, waits among them."""
         for task, op in self.waited.items():
             self.task("wait", (op, _WAIT), of=task)
         order = sorted(range(len(self.tasks)), key=self.places.__getitem__)
@@ -305,5 +310,5 @@ class _TasksOfChoice:
 
 
 def _may_move(table: np.ndarray) -> bool:
-    """Whether any allowed pair of strategies costs something."""
+    """Return whether any allowed pair of strategies costs something."""
     return bool(((table > 0) & (table < FORBIDDEN)).any())

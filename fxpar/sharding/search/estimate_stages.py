@@ -1,10 +1,10 @@
-"""What a step in stages is likely to take on a mesh: a guess, in which order to search.
+"""Guesses the seconds of a step in stages on a mesh, to choose the order of searches.
 
 In: a Program whose batch is cut, the Hardware, meshes. Out: seconds: the arithmetic,
 shared by all ranks; the wait of the pipeline; and the least exchange of ranks that
-split the weights of a stage. Ranks of a stage split weights as far as memory asks
-(a weight and the sum of its gradients lie where they are used), and the batch as far as
-a microbatch has rows. Proves nothing.
+split the weights of a stage. Ranks of a stage split weights as far as memory asks (a
+weight and the sum of its gradients are held where they are used), and the batch as far
+as a microbatch has rows. Never: proves anything.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ _ROOM = 0.8
 
 @dataclass(frozen=True)
 class StagesEstimate:
-    """What of a program an estimate needs."""
+    """Holds the numbers of a program that an estimate needs."""
 
     # Seconds on one device.
     arithmetic: float
-    # Bytes of weights and sums of gradients, where they are used.
+    # Bytes of weights and sums of gradients, which are held where they are used.
     used: float
-    # Bytes of what is there for weights besides, shared by all ranks of a stage.
+    # Bytes of optimizer state and gradients, shared by all ranks of a stage.
     resting: float
-    # Bytes that ranks exchange in a step which split all weights: for each the smaller
-    # of what its op reads and makes.
+    # Bytes that ranks that split all weights exchange in a step: for each weight the
+    # smaller of its op's operands and results.
     exchanged: float
-    # Of the batch.
+    # Rows of the batch.
     rows: int
 
     def seconds(
         self, mesh: Mesh, parts: int, hardware: Hardware, budget: float
     ) -> float:
-        """Of a step in so many microbatches. ``mesh``: the first axis is of stages."""
+        """Return the seconds of a step in ``parts`` microbatches. ``mesh``: the first
+        axis is of stages; ``budget``: bytes of a rank."""
         (_, places), *axes = mesh.axes
         links = hardware.links(mesh)[1:]
         size, inner = mesh.size, mesh.size // places
@@ -72,7 +73,8 @@ class StagesEstimate:
 def estimate_stages(
     program: Program, cut: BatchCut, live: Sequence[Entry], arithmetic: float
 ) -> StagesEstimate:
-    """``live``: of the whole batch; ``arithmetic``: seconds on one device."""
+    """Return the estimate of a program. ``live``: entries of the whole batch;
+    ``arithmetic``: seconds on one device."""
     entries = PartProgram(program, cut, 1).held(live)
     nbytes = {
         kind: float(sum(entry.nbytes for entry in entries if entry.kind == kind))

@@ -1,9 +1,9 @@
-"""Ops that exchange rows at once (``shared_rows``), priced so.
+"""Prices ops that exchange rows in one message (``shared_rows``).
 
 In: ops of a problem that is built. Out: for each group of them a node that says in
-which spec they share one exchange, and pays for it, or that they do not. Ops that lie
-so pay nothing for their rows, others for their own. Gradients share theirs only where
-what adds them up lies so too.
+which spec they share one exchange, and pays for it, or that they do not. Ops in that
+spec pay nothing for their rows, others for their own. Never: lets gradients share an
+exchange unless the ops that add them up have that spec too.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from fxpar.sharding.solver import Edge
 
 aten = torch.ops.aten
 
-# In the place of a spec: each op exchanges rows by itself.
+# In place of a spec's number: each op exchanges rows by itself.
 _APART = -1
 
 
 @dataclass(frozen=True)
 class ExchangeGroup:
-    """Ops that may exchange rows at once."""
+    """Is a group of ops that may exchange rows at once."""
 
-    # By index.
+    # Indices of the ops.
     ops: tuple[int, ...]
     # The value that slices read, or that gradients are added up to.
     value: int
-    # What adds up gradients, in between.
+    # Ops in between that add up gradients.
     sums: tuple[int, ...] = ()
 
 
 def groups_of(program: Program) -> Iterator[ExchangeGroup]:
-    """Slices of one tensor, and gradients that are added up, of as many rows each."""
+    """Yield slices of one tensor, and gradients that are added up, of as many rows
+    each."""
     slices: dict[tuple[int, RowMoves], list[int]] = defaultdict(list)
     for op in program.ops:
         moves = _only_moves(op)
@@ -61,14 +62,15 @@ def _only_moves(op: Op) -> RowMoves | None:
 
 
 def _is_sum(op: Op) -> bool:
-    """Whether an op adds two tensors of one shape."""
+    """Return whether an op adds two tensors of one shape."""
     if op.target is not aten.add.Tensor or op.node.kwargs:
         return False
     return len(op.operands) == 2 and len(set(op.rule.tensors)) == 1
 
 
 def _sum_of(program: Program, op: Op) -> Op | None:
-    """The sum that alone reads what an op makes."""
+    """Return the sum that is the only reader of an op's result, None if there is
+    none."""
     (v,) = op.results
     if len(program.uses[v]) != 1 or v in program.returned:
         return None
@@ -77,7 +79,8 @@ def _sum_of(program: Program, op: Op) -> Op | None:
 
 
 def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
-    """What puts rows into zeros, of all that a sum of sums adds up."""
+    """Yield groups of ops that put rows into zeros and whose results one tree of sums
+    adds up."""
     puts: dict[RowMoves, list[int]] = defaultdict(list)
     sums, todo = [root.index], [root]
     while todo:
@@ -107,7 +110,8 @@ def _puts_into_zeros(op: Op) -> bool:
 
 
 def price_together(build: ProblemBuilder, nodes: Sequence[int]) -> None:
-    """Let groups of ops pay for what they exchange at once. ``nodes``: those of ops."""
+    """Let groups of ops pay for rows they exchange at once. ``nodes``: the node of each
+    op."""
     for group in groups_of(build.program):
         paid = [_paid(build, index, nodes[index]) for index in group.ops]
         shared = _shared(build, group, paid)
@@ -117,13 +121,13 @@ def price_together(build: ProblemBuilder, nodes: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _Paid:
-    """What an op pays for rows that it exchanges by itself, by strategy."""
+    """Holds the price of rows that an op exchanges by itself, by strategy."""
 
     # (K,) seconds.
     seconds: np.ndarray
-    # (K,) number of the spec of what it slices, or of what it puts rows into.
+    # (K,) number of the spec of the tensor it slices or puts rows into.
     specs: np.ndarray
-    # The exchange, of rows of so many bytes, where one is needed that may be shared.
+    # (exchange, bytes of a row) where one is needed that may be shared, else None.
     exchanges: tuple[tuple[Exchange, float] | None, ...]
 
 
@@ -143,7 +147,7 @@ def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
 def _shared(
     build: ProblemBuilder, group: ExchangeGroup, paid: Sequence[_Paid]
 ) -> dict[int, float]:
-    """Spec -> seconds of one exchange for all, where that takes less."""
+    """Return spec -> seconds of one exchange for all, where that takes less."""
     pairs_of: dict[int, list[tuple[Exchange, float]]] = defaultdict(list)
     for op in paid:
         for spec, pair in zip(op.specs.tolist(), op.exchanges, strict=True):

@@ -1,15 +1,17 @@
-"""From a Program to the pairwise problem that the solver solves, and back.
+"""Turns a Program into the pairwise problem that the solver solves, and its choice
+back.
 
 In: a Program, a Mesh with links, Hardware, seeds (hints) and a memory limit. Out:
 ``Formulation``: a ``solver.Problem`` with a node per op, per input, per output and per
 value that is read more than once. A choice of the solver is read as a strategy per op
-and the spec each value settles in; strategies of all ops, e.g. an expert's, are
-connected in the cheapest way. So points of one space are compared by one ruler.
+and the spec each value settles in; given strategies of all ops, e.g. an expert's, are
+connected in the cheapest way, so that all plans are compared at the same prices. Never:
+changes the Program.
 
 A value read once costs one reshard, from the spec its op makes to the one its reader
 needs. A value read more often is a node of its own: it settles in one spec, which each
-reader brings to what it needs, so that readers that need the same share one reshard. A
-parameter at rest settles once for the forward and once for the backward, since it is
+reader reshards to what it needs, so that readers that need the same share one reshard.
+A parameter at rest settles once for the forward and once for the backward, since it is
 gathered again there.
 
 Source: the pairwise form is Alpa's (OSDI 2022, section 4.2) without its restriction
@@ -45,43 +47,44 @@ from fxpar.sharding.strategy import Strategy
 
 @dataclass
 class Formulation:
-    """The solver's problem for a Program, and what its numbers stand for."""
+    """Holds the solver's problem for a Program, and the meaning of its numbers."""
 
-    # What is searched.
+    # The program of the problem: of one part, if the batch is cut.
     program: Program
-    # That it is searched on.
+    # The mesh, with its links.
     mesh: Mesh
-    # What the solver takes.
+    # The problem for the solver.
     problem: Problem
-    # What each node of the problem decides.
+    # The op, input, output or value that each node of the problem decides.
     nodes: tuple[Node, ...]
     # The specs that numbers stand for.
     pool: tuple[Spec, ...]
     # Value -> its nodes by phase (0 forward, 1 backward; both the same unless it is a
     # parameter at rest).
     settling: Mapping[int, tuple[int, int]]
-    # What ops move and compute, and when.
+    # Bytes and flops of ops, and when they run.
     kernels: ProgramKernels
     # The hardware of all prices.
     hardware: Hardware
-    # What occupies memory, and when.
+    # Values that occupy memory, and when.
     entries: Sequence[Entry] = ()
-    # Of each row of the problem's memory the entry it is of.
+    # The entry of each row of the problem's memory.
     memory_entries: tuple[Entry, ...] = ()
-    # Where the program is one part of a batch.
+    # Set if the program is one part of a batch.
     parts: PartProgram | None = None
-    # By node of an op, seconds of adding to sums over parts, by strategy: its costs
-    # have them.
+    # By node of an op, seconds by strategy of adding to sums over parts; its costs
+    # include them.
     adding: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def launches_of(self, index: int) -> float:
-        """Seconds that an op's kernels take to start, which no choice changes."""
+        """Return the seconds that an op's kernels take to start, which no choice
+        changes."""
         share = 1.0 if self.parts is None else self.parts.op_share(index)
         return self.hardware.launch * self.kernels.works[index].launches * share
 
     @cached_property
     def launches(self) -> float:
-        """Seconds that all kernels take to start."""
+        """Return the seconds that all kernels take to start."""
         return sum(map(self.launches_of, range(len(self.kernels.works))))
 
 
@@ -92,8 +95,8 @@ def formulate(
     facts: FixedFacts,
     limit: float | None = None,
 ) -> Formulation:
-    """The problem of a program, of one part of its batch if that is cut. ``mesh``
-    carries the hardware's links."""
+    """Return the problem of a program, or of one part of its batch if that is cut.
+    ``mesh`` carries the hardware's links; ``limit``: bytes of a rank."""
     program = facts.parts.program if facts.parts is not None else program
     build = ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
@@ -140,8 +143,8 @@ def formulate(
 
 
 def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
-    """A node per input: its spec at rest, or any its hint allows. Tangents of
-    outputs wait for these."""
+    """Add a node per input: its spec at rest, or any its hint allows. Tangents are left
+    to ``_outputs``."""
     program = build.program
     tangents = {
         i for i, k in program.signature.tangents if program.outputs[k] is not None
@@ -175,7 +178,7 @@ def _outputs(
     makers: dict[int, EdgeEnd],
     readers: list[list[tuple[int, EdgeEnd]]],
 ) -> None:
-    """A node per output: the specs it may have. Gradients follow parameters of open
+    """Add a node per output: the specs it may have. Gradients follow parameters of open
     layout, tangents their outputs."""
     program = build.program
     end_of: dict[int, EdgeEnd] = {}
@@ -204,8 +207,8 @@ def _outputs(
 
 
 def _leader(program: Program, out: Output, v: int) -> int | None:
-    """The input whose layout an output takes: of gradients and mutations that may
-    choose."""
+    """Return the input whose layout an output takes, for gradients and mutations of
+    open layout; else None."""
     if out.of is None or out.rest is not None or out.lie != "open":
         return None
     source = program.inputs[out.of]
@@ -225,7 +228,7 @@ def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
 
 
 def _constants(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
-    """A node per tensor of the graph itself, whole everywhere."""
+    """Add a node per tensor of the graph itself, whole everywhere."""
     for value in build.program.values:
         if value.index not in makers:
             whole = [Spec.whole(len(value.shape))]
@@ -238,8 +241,8 @@ def _values(
     makers: dict[int, EdgeEnd],
     readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
 ) -> None:
-    """Edges from maker to reader, by way of a node where there are several readers or a
-    hint to keep."""
+    """Add edges from maker to reader, by way of a node where there are several readers
+    or a hint to keep."""
     program = build.program
     for value in program.values:
         v, value_readers, maker = value.index, readers[value.index], makers[value.index]
@@ -261,7 +264,7 @@ def _values(
 
 
 def is_fixed(build: ProblemBuilder, end: EdgeEnd) -> bool:
-    """Whether a node has one spec only."""
+    """Return whether a node has one spec only."""
     return len(build.nodes[end.node].specs) == 1
 
 
@@ -293,8 +296,8 @@ def _settle(
 def _copied(
     build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]
 ) -> None:
-    """What a hint lays out is sent once to all that read it in other specs: a node for
-    the spec it then has, next to the one for the spec it settles in."""
+    """Send a value that a hint lays out once to all that read it in other specs: add a
+    node for the spec of the copy, next to the node of the spec it settles in."""
     need = (build.nodes[end.node].specs[:, end.column] for end in ends)
     have = build.nodes[settled].specs[:, 0]
     specs = np.array(list(dict.fromkeys(itertools.chain(have, *need))))[:, None]
@@ -307,8 +310,9 @@ def _copied(
 def _settle_or_copy(
     build: ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
 ) -> int:
-    """For a parameter whose layout the plan chooses, each spec is there twice: as the
-    layout, and as a copy of one with another layout, which takes memory of its own."""
+    """Add the node of a parameter whose layout the plan chooses: it has each spec
+    twice, as the layout, and as a copy of another layout, which takes memory of its
+    own."""
     have = build.nodes[maker.node].specs[:, maker.column]
     resting = specs[np.isin(specs[:, 0], have)]
     copies = np.arange(len(resting) + len(specs)) >= len(resting)
@@ -330,7 +334,7 @@ def _memory(
     makers: dict[int, EdgeEnd],
     readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
 ) -> list[tuple[Entry, Live]]:
-    """Rows of memory, of what lives when."""
+    """Return rows of memory, one per entry and the node that decides its spec."""
     lone = {
         v: uses[0][1]
         for v, uses in enumerate(readers)
@@ -343,7 +347,7 @@ def _memory(
 def decode(
     formulation: Formulation, choice: Sequence[int]
 ) -> tuple[list[Strategy], list[Spec]]:
-    """(strategy per op, spec each value settles in) of a choice."""
+    """Return the strategy per op, and the spec each value settles in, of a choice."""
     program, nodes = formulation.program, formulation.nodes
     strategies = [Strategy(op.rule.pinned) for op in program.ops]
     settled: list[Spec | None] = [None] * len(program.values)
@@ -381,10 +385,11 @@ def decode(
 def cost_of(
     formulation: Formulation, strategies: Sequence[Strategy], seconds: float = 5.0
 ) -> Solution:
-    """The solution with every op pinned to its strategy; where values settle is free.
+    """Return the solution with every op pinned to its strategy; where values settle is
+    free.
 
     Raises PlanError if a strategy is not in the space (axes split a dim in another
-    order, or an op passes on what is no sum).
+    order, or an op passes on a partial value that is no sum).
     """
     pins: dict[int, int] = {}
     number_of = {spec: n for n, spec in enumerate(formulation.pool)}

@@ -1,9 +1,10 @@
-"""Bytes that a rank holds under every plan, on whatever mesh of so many ranks.
+"""Bounds from below the bytes that a rank holds under any plan, on any mesh of a number
+of ranks.
 
-In: what lives when (``memory_constraints.Entry``), whole, and the number of ranks; the
+In: entries (``memory_constraints.Entry``) of whole values, and the number of ranks; the
 ``PartProgram`` if the batch is cut. Out: the peak if ranks shared every value evenly
-and made no copies. A search of any of these meshes counts as much at least, so where
-this is too much none of them is searched.
+and made no copies. A search on any of these meshes counts at least as much, so if the
+peak is over the budget no mesh is searched. Never: looks at a mesh or a plan.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 
-# What a plan may do without.
+# Kinds of entries that a plan may do without.
 _COPIES = ("gathered", "made")
 
 
@@ -28,7 +29,7 @@ def whole_entries(
     keep_gathered: bool = False,
     shared: SharedKernels | None = None,
 ) -> list[Entry]:
-    """What lives when, of the whole batch. ``shared``: as
+    """Return the entries of the whole batch. ``shared``: as
     ``PartProgram.whole_kernels``."""
     gathered = set() if keep_gathered else gathered_again(program)
     key, shared = frozenset(gathered), {} if shared is None else shared
@@ -45,8 +46,8 @@ def least_held(
     part: PartProgram | None = None,
 ) -> list[tuple[Entry, float]]:
     """Return the entries that are live at the peak, each with its bytes on a rank.
-    ``ranks``: that share a value, those of one stage if the program runs in stages;
-    inputs that are whole at rest they do not share."""
+    ``ranks``: how many share a value, in stages the ranks of one stage; inputs that are
+    whole at rest are not shared."""
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         sizes = [_of_part(entry, part) for entry in live]
@@ -69,7 +70,7 @@ def least_held(
 
 
 def _of_part(entry: Entry, part: PartProgram) -> Entry:
-    """An entry at the size of one part of the batch."""
+    """Return an entry at the size of one part of the batch."""
     if not part.cut.dims[entry.value]:
         return entry
     return entry.sized(entry.nbytes // part.count)

@@ -1,21 +1,20 @@
-"""Memory over time, as the search counts it: what occupies it from when to when, and
-bytes of each entry under each strategy of a node, as the solver takes them.
+"""Counts memory over time for the search: which value occupies it from when to when,
+and the bytes of each under each strategy of a node, as the solver takes them.
 
 In: a Program and its kernels; which node decides the layout of each version of a value.
 Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
-Time counts ops, and what an op makes lives from when its kernel runs: a forward op may
-be traced among those of the backward. Parameters live throughout, and with them the
+Time counts ops, and an op's result lives from when its kernel runs: a forward op may be
+traced among those of the backward. Parameters live throughout, and with them the
 optimizer's state; a gradient lives from the op that makes it to the end. A parameter
 whose spec at rest is not the one it is read in is copied: for the forward and again for
 the backward, or once from its first reader to its last, if it is kept gathered or if
 the plan chooses its layout. Values that are written to memory live to their last
-reader, those that the backward is given across the peak; what it computes again lives
-twice. What lives between two nodes (a copy made for one reader, the buffers of a
-collective) belongs to none of them and is left out; partial results, which are always
-brought to another spec, are counted in addition to it while their op runs.
+reader, those that the backward is given across the peak; a value that the backward
+computes again lives twice. Memory between two nodes (a copy made for one reader, the
+buffers of a collective) belongs to none of them and is left out; partial results, which
+are always brought to another spec, are counted in addition to it while their op runs.
 
-What the optimizer needs while it steps is not counted, nor are the workspaces of
-libraries.
+Never: counts what the optimizer needs while it steps, or workspaces of libraries.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from fxpar.sharding.search.search_space import EdgeEnd, Node
 from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
 
-# Of the optimizer nothing is known when a step is compiled. This is Adam as torch.optim
-# has it: so many tensors for each parameter it trains, of its shape and dtype. Moments
-# in float32 of parameters in bfloat16 are twice as large.
+# The optimizer is not known when a step is compiled. This assumes Adam as in
+# torch.optim: so many tensors for each trained parameter, of its shape and dtype.
+# Moments in float32 of parameters in bfloat16 are twice as large.
 MOMENTS = 2
 
-# Values of less than this part of the largest are left out if they pass in one phase.
+# Values smaller than this share of the largest are left out if they live in one phase.
 SMALL = 1e-3
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a value occupies while it lives."""
+    """Is a value that occupies memory, from when to when."""
 
-    # By index.
+    # Index of the value.
     value: int
     # "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a copy of a
-    # parameter), "saved" (the backward reads it), "passing", "made" (what an op leaves
-    # before it is brought to where it settles), or "accumulated" (a sum over parts of
-    # the batch, until it is).
+    # parameter), "saved" (the backward reads it), "passing", "made" (an op's result
+    # before it is resharded to the spec it settles in), or "accumulated" (a sum over
+    # parts of the batch).
     kind: str
     # The first op at which it lives.
     begin: int
     # The first at which it does not.
     end: int
-    # If it were whole.
+    # Bytes of the whole value.
     nbytes: int
-    # Of a copy, for which it settles: 0 forward, 1 backward.
+    # The phase that a copy is made for: 0 forward, 1 backward.
     phase: int = 0
 
     def sized(self, nbytes: int) -> Entry:
-        """The entry of a value of another size."""
+        """Return the entry of a value of another size."""
         if nbytes == self.nbytes:
             return self
         return Entry(self.value, self.kind, self.begin, self.end, nbytes, self.phase)
@@ -74,9 +73,9 @@ def entries(
     backward: Collection[int],
     gathered_twice: Collection[int] = (),
 ) -> list[Entry]:
-    """In order of inputs, then of ops. ``gathered_twice``: values that forward and
-    backward gather each for itself. Small values that pass within one
-    phase are left out."""
+    """Return entries in order of inputs, then of ops. ``gathered_twice``: values that
+    forward and backward gather each for itself. Small values that live within one phase
+    are left out."""
     spans = _read_spans(program, kernels, backward)
     return [
         *_inputs(program, spans, gathered_twice),
@@ -85,7 +84,7 @@ def entries(
     ]
 
 
-# Of a base: first and last time it is read in the forward, and in the backward.
+# By base: first and last time it is read in the forward, and in the backward.
 _ReadSpans = dict[int, tuple[tuple[int, int], tuple[int, int]]]
 
 
@@ -146,7 +145,7 @@ def _inputs(
 def _copies(
     spans: tuple[tuple[int, int], tuple[int, int]] | None, gathered_twice: bool
 ) -> list[tuple[int, int]]:
-    """From when to when copies live, one for all phases or one for each."""
+    """Return from when to when copies live, one for all phases or one for each."""
     if spans is None:
         return []
     times = [span for span in spans if span[1] != NEVER]
@@ -200,24 +199,25 @@ def _results(
 
 @dataclass(frozen=True)
 class Places:
-    """Which node decides the spec of each version of a value."""
+    """Says which node decides the spec of each version of a value."""
 
-    # All of the problem's.
+    # All nodes of the problem.
     nodes: Sequence[Node]
-    # What makes each value, or the input it is.
+    # The node that makes each value, or of the input it is.
     makers: Mapping[int, EdgeEnd]
     # The nodes in which a value settles, in the forward and in the backward.
     settling: Mapping[int, tuple[int, int]]
-    # Of values that do not settle, their only reader.
+    # The only reader of each value that does not settle.
     readers: Mapping[int, EdgeEnd]
-    # The layout of each of these values at the end.
+    # The output node of each gradient, which decides its layout at the end.
     gradients: Mapping[int, EdgeEnd]
 
 
 def rows(
     live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
 ) -> list[tuple[Entry, Live]]:
-    """Of each entry, with those that need nothing left out."""
+    """Return the memory row of each entry, without those that are zero under all
+    strategies."""
     share = np.array([mesh.largest_share(spec.sharded_axes) for spec in pool])
     partial = np.array([bool(spec.partial) for spec in pool])
     out = []
@@ -236,7 +236,8 @@ def rows(
 def _ends(
     entry: Entry, places: Places, partial: np.ndarray
 ) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
-    """Which node decides an entry's spec; which of its strategies count, if not all."""
+    """Yield the node that decides an entry's spec; which of its strategies count, None
+    for all."""
     v, nodes = entry.value, places.nodes
     maker, settled = places.makers[v], places.settling.get(v)
     if entry.kind == "made":
@@ -256,7 +257,8 @@ def _ends(
 
 
 def _copy(entry: Entry, places: Places) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
-    """Of an input: where it settles or is read in another spec than it has at rest."""
+    """Yield, for a copy of an input, where it settles or is read in another spec than
+    at rest."""
     v, nodes = entry.value, places.nodes
     if v in places.settling:
         node = places.settling[v][entry.phase]

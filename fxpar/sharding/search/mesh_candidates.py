@@ -1,7 +1,7 @@
-"""Mesh candidates: the factorisations of the ranks into axes.
+"""Lists mesh candidates: the factorisations of the ranks into axes.
 
 In: ``"auto"``, ``"auto:8"`` or ``"auto:4x8"`` (nodes x devices) with the hardware. Out:
-meshes, fewest axes first. Knows nothing of process groups.
+meshes, fewest axes first. Never: needs a process group.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from fxpar.sharding.pipeline_axis import is_pipeline
 _FORM = 'write FXPAR_MESH="auto", or "auto:4x8" for 4 nodes of 8 devices'
 _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 
-# Names of the outer axis, one between, the inner one. Where each rank feeds its own
+# Names of the outer, the middle and the inner axis. Where each rank feeds its own
 # part of the batch, every axis is one of the batch by its name.
 NAMES = ("dp", "cp", "tp")
-# Stages are tried on so many places at most.
+# The most places that stages are tried on.
 MOST_PLACES = 32
 
 
 @dataclass(frozen=True)
 class Auto:
-    """A mesh to be chosen."""
+    """Is a mesh to be chosen."""
 
-    # None: as many as there are.
+    # Number of ranks; None: as many as there are.
     ranks: int | None = None
-    # Of a node; None: as the hardware has them.
+    # Devices of a node; None: as the hardware has them.
     devices: int | None = None
 
 
 def read_auto(mesh: Any) -> Auto | None:
-    """What ``"auto"`` and its like ask for; None of any other mesh.
+    """Return the request that text such as ``"auto:4x8"`` makes; None for any other
+    mesh.
 
     Raises MeshError if text begins so and cannot be read.
     """
@@ -55,8 +56,8 @@ def read_auto(mesh: Any) -> Auto | None:
 
 
 def in_nodes(hardware: Hardware, devices: int | None) -> Hardware:
-    """The hardware with so many devices in a node. One whose network has a single level
-    knows no nodes and stays as it is."""
+    """Return the hardware with ``devices`` in a node. Hardware whose network has a
+    single level knows no nodes and stays as it is."""
     if devices is None or len(hardware.levels) == 1:
         return hardware
     *inner, node, between = hardware.levels
@@ -66,9 +67,8 @@ def in_nodes(hardware: Hardware, devices: int | None) -> Hardware:
 
 
 def candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
-    """Every ordered factorisation of the ranks into at most three axes, of which none
-    lies partly in a node: an axis is inside nodes, between nodes, or all there is.
-    """
+    """Return every ordered factorisation of the ranks into at most three axes, each of
+    which is inside nodes, between nodes, or all there is."""
     names_by_count = {1: NAMES[:1], 2: (NAMES[0], NAMES[2]), 3: NAMES}
     node = hardware.levels[-2].devices if len(hardware.levels) > 1 else 0
     several = node and ranks > node and ranks % node == 0
@@ -81,7 +81,8 @@ def candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
 
 
 def staged_candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
-    """An outer axis of stages, and every candidate of at most two axes for a stage."""
+    """Return meshes with an outer axis of stages and every candidate of at most two
+    axes inside a stage."""
     return tuple(
         Mesh((("pp", places), *(axis for axis in inner.axes if axis[1] > 1)))
         for places in range(2, min(ranks, MOST_PLACES) + 1)
@@ -92,7 +93,7 @@ def staged_candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
 
 
 def _splits(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations into ``count`` sizes above 1; 1 itself into one."""
+    """Yield ordered factorisations into ``count`` sizes above 1; 1 itself into one."""
     if count == 1:
         yield (ranks,)
         return
@@ -112,8 +113,9 @@ def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
 
 
 def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
-    """Of meshes that differ only in the order of axes with one kind of link the first:
-    where nothing names an axis, they have plans of one time."""
+    """Return the meshes without those that differ from an earlier one only in the order
+    of axes with one kind of link: where nothing names an axis, their plans take the
+    same time."""
     first: dict[Any, Mesh] = {}
     for mesh in meshes:
         links = hardware.links(mesh)

@@ -1,10 +1,11 @@
-"""What a searched plan takes in stages: cut where it is cheapest, run by a schedule.
+"""Predicts the step of a searched plan in stages: cut where it is cheapest, run by a
+schedule.
 
 In: a SearchResult on the mesh of one stage, priced for one part of the batch
 (``batch_parts``), and the Pipeline. Out: ``StagedStep``: seconds of a step by the
 schedule's own order of actions, of the equal parts that each stage computes, the
-messages between places, and what is done once for all parts; bytes that each place
-holds (``stage_bytes``). Chooses nothing but where to cut, and changes nothing.
+messages between places, and work done once for all parts; bytes that each place holds
+(``stage_bytes``). Never: chooses anything but the cuts, or changes the result.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from fxpar.sharding.search.stage_bytes import exchange_seconds, stage_memory
 from fxpar.sharding.search.stage_chain import StageChain
 from fxpar.sharding.solver import Solution
 
-# The place of what is of no stage: the update of a training step.
+# The place of ops of no stage: the update of a training step.
 UPDATE = -1
 
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step in stages, predicted. All lists are of stages, in order."""
+    """Is a predicted step in stages. All lists are of stages, in order."""
 
     # The schedule's name.
     schedule: str
-    # Microbatches.
+    # Number of microbatches.
     parts: int
     # Seconds of the forward of one part.
     forward: tuple[float, ...]
-    # And of its backward.
+    # Seconds of the backward of one part.
     backward: tuple[float, ...]
     # Seconds of the slowest place once a step: weights gathered, gradients reduced and
     # sent to other places, the update.
@@ -52,7 +53,7 @@ class StagedStep:
     sending: float
     # Seconds of a step.
     seconds: float
-    # Share of it in which places wait, on average.
+    # Share of the step in which places wait, on average.
     bubble: float
     # Bytes that a rank of each place holds at most.
     memory: tuple[float, ...]
@@ -75,13 +76,13 @@ def price_stages(
     budget: float = math.inf,
     pinned: Mapping[str, int] | None = None,
 ) -> StagedStep | None:
-    """The step in stages; None if there are fewer ops on the batch than stages.
+    """Return the step in stages; None if there are fewer ops on the batch than stages.
 
-    ``pipeline``: all of a stage runs at the speed of its place. ``schedule``: a name of
-    ``pipeline_schedule.SCHEDULES``; ``budget``: bytes of a rank, more than which it
-    holds where no cut fits; ``pinned``: parameters whose readers are of a
-    stage. Raises PlanError where the schedule has no order for so many parts, HintError
-    where no cut has all that is pinned.
+    ``pipeline``: gives each place its speed. ``schedule``: a name of
+    ``pipeline_schedule.SCHEDULES``; ``budget``: bytes of a rank, exceeded if no cut
+    fits; ``pinned``: parameter name -> the stage of its readers. Raises PlanError if
+    the schedule has no order for that number of parts, HintError if no cut keeps all
+    pins.
     """
     form, parts = result.formulation, result.formulation.parts
     assert parts is not None, "the batch is cut"
@@ -146,8 +147,8 @@ def price_stages(
 
 
 def _updated_share(parts: PartProgram) -> float:
-    """The share of the update that a place computes: of what is split at rest along the
-    axis of stages its part."""
+    """Return the share of the update that a place computes: its part, if parameters are
+    split at rest along the axis of stages."""
     is_split = "split" in parts.along_stages.values()
     return 1 / parts.places if is_split else 1.0
 
@@ -155,24 +156,24 @@ def _updated_share(parts: PartProgram) -> float:
 def least_staged(
     part: float, places: int, parts: int, schedule: str = schedules.AUTO
 ) -> float:
-    """Seconds that no cut into stages beats, if one part of the whole program takes
-    ``part``: each stage the same, nothing sent, and no wait but for a pipeline that
-    fills and empties (Alpa, arXiv 2201.12023, equation 2)."""
+    """Return seconds that no cut into stages beats, if one part of the whole program
+    takes ``part`` seconds: equal stages, nothing sent, and no wait but for a pipeline
+    that fills and empties (Alpa, arXiv 2201.12023, equation 2)."""
     waits = places - 1 if schedules.SCHEDULES[schedule].fills else 0
     return part * (waits + parts) / places
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds by place in the row."""
+    """Holds seconds by place in the row of ops."""
 
-    # Of one part's forward.
+    # Seconds of one part's forward.
     forward: list[float]
-    # Of one part's backward.
+    # Seconds of one part's backward.
     backward: list[float]
-    # Of what is done once for all parts.
+    # Seconds of work done once for all parts.
     once: list[float]
-    # Of the update of a training step, which is of no stage.
+    # Seconds of the update of a training step, which is of no stage.
     update: list[float]
 
 
@@ -216,7 +217,7 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
         seconds = float(table[solution.choice[i], solution.choice[j]])
         if not seconds:
             continue
-        # What an update reads is brought there by the stage that makes it.
+        # The stage that makes a value for the update pays for bringing it there.
         end = j if form.nodes[j].kind == "op" and places[j][0] != UPDATE else i
         place, late, _ = places[end]
         values = [places[k][2] for k in (i, j) if form.nodes[k].kind != "op"]
@@ -226,7 +227,8 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
 
 
 def _moved_share(form: Formulation, i: int, j: int) -> float:
-    """The share of a part of what goes from one op to another."""
+    """Return how many times moving a value from one op to another is paid for a
+    part."""
     assert form.parts is not None
     maker, reader = (form.program.ops[form.nodes[k].of] for k in (i, j))
     both = set(maker.results) & set(reader.operands)
@@ -246,8 +248,8 @@ def _at_places(values: Sequence[float], places: Sequence[int]) -> list[float]:
 
 
 def _in_flight(row: Sequence[Action]) -> float:
-    """The most parts whose activations a place holds at a time, as a share of one part
-    on all of its stages."""
+    """Return the most parts whose activations a place holds at a time, as a share of
+    one part on all of its stages."""
     stages = len({action.stage for action in row})
     last = {schedules.BACKWARD, schedules.WEIGHTS}
     steps = (

@@ -1,8 +1,9 @@
-"""Variables and priced edges of the solver's problem, built one by one.
+"""Builds variables and priced edges of the solver's problem, one by one.
 
-In: a Program, a Mesh with links, Hardware and what holds whatever is chosen
-(``FixedFacts``). Out: ``Node`` per op or value, their costs, and tables of seconds on
-edges, shared by what they say. Which nodes and edges there are says ``formulate``.
+In: a Program, a Mesh with links, Hardware and facts that no choice changes
+(``FixedFacts``). Out: a ``Node`` per op or value, their costs, and tables of seconds on
+edges; equal edges share a table. Never: decides which nodes and edges there are
+(``formulate`` does).
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from fxpar.sharding.strategy import Strategy
 
 @dataclass(frozen=True)
 class FixedFacts:
-    """What holds whatever is chosen."""
+    """Holds facts that no choice changes."""
 
-    # By value, what its specs have to agree with.
+    # By value, the hints that its specs have to agree with.
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
     # As ``Request.keep_gathered``.
     keep_gathered: bool = False
-    # The batch is cut, and what is priced is a part of it.
+    # Set if the batch is cut and one part of it is priced.
     parts: PartProgram | None = None
 
 
 class ProblemBuilder:
-    """Nodes first, then the edges between them; tables are shared by what they say."""
+    """Collects nodes, then the edges between them; equal edges share a table."""
 
     def __init__(
         self, program: Program, mesh: Mesh, hardware: Hardware, facts: FixedFacts
@@ -64,7 +65,7 @@ class ProblemBuilder:
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
-        # By node of an op, of its costs those of adding to sums over parts.
+        # By node of an op, the part of its costs for adding to sums over parts.
         self.adding: dict[int, np.ndarray] = {}
         self.edges: list[Edge] = []
         self.tables: list[np.ndarray] = []
@@ -77,7 +78,7 @@ class ProblemBuilder:
         self._like: dict[Any, tuple[Any, ...]] = {}
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
-        # Values that forward and backward bring, each for itself, to what they read.
+        # Values that forward and backward each gather for themselves.
         self.gathered_twice: set[int] = set()
         if not facts.keep_gathered:
             self.gathered_twice = gathered_again(program)
@@ -118,8 +119,8 @@ class ProblemBuilder:
         return out
 
     def _adding(self, op: Op, numbers: np.ndarray) -> np.ndarray | None:
-        """Seconds of adding what an op makes of a part to the sums over parts, under
-        each of its strategies; None where nothing is added."""
+        """Return the seconds of adding an op's results of one part to the sums over
+        parts, under each of its strategies; None where nothing is added."""
         parts = self.facts.parts
         if parts is None or op.index not in parts.added:
             return None
@@ -133,7 +134,8 @@ class ProblemBuilder:
         return seconds * parts.paid
 
     def _seconds(self, index: int) -> np.ndarray:
-        """Seconds of an op under each of its strategies; shared among equals."""
+        """Return the seconds of an op under each of its strategies; equal ops share one
+        array."""
         op, work = self.program.ops[index], self.kernels.works[index]
         part = self.op_share(index)
         target = op.target if work.flops else None  # says which dims its product has
@@ -152,17 +154,17 @@ class ProblemBuilder:
         return self.prices[key]
 
     def specs_of_shape(self, v: int) -> list[Spec]:
-        """Every spec of a value with nothing partial, in each order of axes."""
+        """Return every spec of a value with nothing partial, in each order of axes."""
         return specs_of_shape(self.program.values[v].shape, self.mesh)
 
     def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
-        """Those that keep to the hints on a value; if none does, any that do. Raises
-        HintError if hints on the value contradict each other."""
+        """Return the specs that keep to the hints on a value; if none does, any that
+        do. Raises HintError if hints on the value contradict each other."""
         seeds = self.facts.seeds.get(v, ())
         return allowed(self.program.values[v], seeds, specs, self.mesh)
 
     def like(self, v: int) -> tuple[Any, ...]:
-        """What prices of resharding a value depend on."""
+        """Return a key of everything that prices of resharding a value depend on."""
         value = self.program.values[v]
         key = value.shape, value.dtype
         if key not in self._like:
@@ -171,16 +173,16 @@ class ProblemBuilder:
         return *self._like[key], self.share(v)
 
     def op_share(self, index: int) -> float:
-        """How many times what an op takes is paid."""
+        """Return how many times an op's seconds are paid."""
         return self.facts.parts.op_share(index) if self.facts.parts else 1.0
 
     def share(self, v: int) -> float:
-        """How many times what it takes to bring a value elsewhere is paid."""
+        """Return how many times the seconds of resharding a value are paid."""
         return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
     def _column(self, end: EdgeEnd) -> tuple[np.ndarray, bytes]:
-        """The numbers of the specs at an end of an edge, and their bytes; nodes that
-        are equal have one array, and all keep theirs."""
+        """Return the numbers of the specs at an end of an edge, and their bytes; nodes
+        that are equal have one array, and all keep theirs."""
         specs = self.nodes[end.node].specs
         key = id(specs), end.column
         if key not in self._columns:
@@ -189,8 +191,8 @@ class ProblemBuilder:
         return self._columns[key]
 
     def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
-        """(K, 1): the specs that a value has at ends of edges, each once, as far as
-        hints allow them; values that are equal have one array."""
+        """Return (K, 1): the specs that a value has at ends of edges, each once, as far
+        as hints allow them; values that are equal have one array."""
         columns = [self._column(end) for end in ends]
         key = tuple(as_bytes for _, as_bytes in columns)
         if v in self.facts.seeds or key not in self._specs_met:
@@ -204,8 +206,9 @@ class ProblemBuilder:
     def edge(
         self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
     ) -> None:
-        """Resharding ``v`` from what node ``a`` has to what ``b`` needs. ``also``: it
-        is there besides, in this spec if that is one."""
+        """Add an edge that reshards ``v`` from the specs of node ``a`` to those of
+        ``b``. ``also``: specs in which the value is held too; if there is one only,
+        resharding may start there."""
         (have, have_bytes), (need, need_bytes) = self._column(a), self._column(b)
         alone = self.alone(v, a, b)
         in_kernel = self.kernels.base[v] not in self.kernels.written
@@ -234,8 +237,8 @@ class ProblemBuilder:
         return 1 + (is_twice and tag(self.program.ops[index].node) is True)
 
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
-        """Whether copies of a value before and after its collectives are kernels of
-        their own: no light op makes it, or reads it."""
+        """Return whether copies of a value before and after its collectives are kernels
+        of their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
         light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
         read = kind in ("value", "copy") and kernels.read_by_light[v]
@@ -244,8 +247,9 @@ class ProblemBuilder:
         return not light_maker, not read
 
     def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """Seconds that a collective takes from the kernel around it: what one kernel
-        would never write is written, and read again by another."""
+        """Return the seconds that a collective adds by splitting the kernel around it:
+        a value that one kernel would never write is written, and read again by
+        another."""
         value, on = self.program.values[v], self.hardware
         before, after = (
             [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
@@ -256,7 +260,8 @@ class ProblemBuilder:
     def between(
         self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE
     ) -> np.ndarray:
-        """Seconds from each spec to each other of a value."""
+        """Return the seconds (K, L) from each of a value's specs ``have`` to each of
+        ``need``."""
         value, pool = self.program.values[v], self.pool.specs
         sources, i = np.unique(have, return_inverse=True)
         targets, j = np.unique(need, return_inverse=True)
@@ -279,7 +284,7 @@ class ProblemBuilder:
         return self.matrices[key][i][:, j]
 
     def same(self, a: EdgeEnd, b: EdgeEnd) -> None:
-        """Both must have the same spec."""
+        """Add an edge that allows equal specs only."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         key = ("same", have.tobytes(), need.tobytes())

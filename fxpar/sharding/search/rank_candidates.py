@@ -1,13 +1,13 @@
-"""Plans that may be faster than the cheapest once communication overlaps.
+"""Ranks plans that may be faster than the cheapest once communication overlaps.
 
-In: what a search found. Out: ``rivals``, further results of the same problem, and which
-of several may be the fastest (``nearest``), by the simulated step. The additive problem
-knows no overlap: it pays for a gradient's reduction though the backward hides it. So
-plans that are the best with such communication at a discount are tried as well. Never
-leaves the memory limit.
+In: the result of a search. Out: ``rivals``, further results of the same problem, and
+those of several that may be the fastest (``nearest``), by the simulated step. The
+additive problem knows no overlap: it pays for a gradient's reduction though the
+backward hides it. So plans that are the best with such communication at a discount are
+tried as well. Never: leaves the memory limit.
 
-``Overlap`` is the simulated step of a choice of the solver. What ops and reshards cost
-is what they cost in the additive problem; what it adds is when they run (``tasks``,
+``Overlap`` is the simulated step of a choice of the solver. Ops and reshards cost what
+they cost in the additive problem; it adds when they run (``choice_tasks``,
 ``streams``), and that collectives in a bucket start once. A kernel an op, as
 ``passes.simulate.simulate_step`` of a lowered plan has them. A change of strategies
 changes durations and axes of the tasks of its nodes and their edges, never the order,
@@ -36,7 +36,7 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
 Found = TypeVar("Found")
-# Seconds and axes of tasks.
+# Seconds, and axes as ``Simulation.bits``, by index of the task.
 _Runs = tuple[dict[int, float], dict[int, int]]
 # (seconds, axes) of each collective.
 _Steps = tuple[tuple[float, int], ...]
@@ -46,16 +46,16 @@ _Cell = tuple[bool, float, _Steps]
 
 @dataclass(frozen=True)
 class Portion:
-    """How much is simulated of what a formulation of a batch in parts prices."""
+    """Says how much of a formulation of a batch in parts is simulated."""
 
-    # Of what is done with each part.
+    # Share of the work done with each part.
     each: float = 1.0
-    # Of what is done once for all.
+    # Share of the work done once for all.
     once: float = 1.0
 
 
 class Overlap:
-    """A simulated step. ``choice``: strategy per node, ``seconds``: of the step.
+    """Is a simulated step. ``choice``: strategy per node, ``seconds``: of the step.
 
     ``overlap=False``: one stream for everything, so that ``seconds`` is the cost of the
     problem and its launches.
@@ -83,8 +83,8 @@ class Overlap:
         self.seconds = self.change(dict(enumerate(self.choice)))
 
     def _kernel(self, i: int, k: int) -> float:
-        """Seconds of a node's kernels under a strategy, with what they take to
-        start."""
+        """Return the seconds of a node's kernels under a strategy, with their
+        launches."""
         form, node = self.formulation, self.formulation.nodes[i]
         seconds = float(self.problem.costs[i][k])
         if node.kind != "op":
@@ -98,26 +98,26 @@ class Overlap:
         return (seconds - adding) * share + adding * self._portion.each
 
     def _share_of_value(self, v: int) -> float:
-        """How much is run of what brings a value elsewhere."""
+        """Return the share of a value's resharding that is simulated."""
         parts = self.formulation.parts
         is_cut = parts is None or bool(parts.cut.dims[v])
         return self._portion.each if is_cut else self._portion.once
 
     def seconds_of(self, portion: Portion) -> float:
-        """``seconds``, if no more than a portion is run."""
+        """Return ``seconds``, if no more than a portion is run."""
         self._portion, self._cells = portion, {}
         return self.change(dict(enumerate(self.choice)))
 
     def change(self, strategies: Mapping[int, int]) -> float:
-        """Give nodes other strategies; returns ``seconds``."""
+        """Give nodes other strategies; return ``seconds``."""
         self.seconds = self._run(strategies)
         for node, k in strategies.items():
             self.choice[node] = k
         return self.seconds
 
     def seconds_with(self, strategies: Mapping[int, int]) -> float:
-        """What ``change`` would return; ``choice`` and ``seconds`` stay. What was run
-        for it is put back by the next simulation, in one go with that."""
+        """Return what ``change`` would; ``choice`` and ``seconds`` stay. The next
+        simulation also puts the tasks changed for it back."""
         seconds = self._run(strategies)
         self._owed = self._runs({node: self.choice[node] for node in strategies})
         return seconds
@@ -129,7 +129,7 @@ class Overlap:
         return self.simulation.change(seconds, axes if self._overlap else None)
 
     def _runs(self, strategies: Mapping[int, int]) -> _Runs:
-        """What tasks that nodes have a part in take."""
+        """Return seconds and axes of the tasks of nodes and of their edges."""
         seconds: dict[int, float] = {}
         axes: dict[int, int] = {}
         problem, kernels, rows = self.problem, self.layout.kernels, self.layout.rows
@@ -150,7 +150,8 @@ class Overlap:
         return seconds, axes
 
     def _cell(self, e: int, a: int, b: int) -> _Cell:
-        """What an edge takes under strategies of its nodes."""
+        """Return the copies and collectives of an edge under strategies of its
+        nodes."""
         i, j, table = self.problem.edges[e]
         joins = self._overlap and self._joins(e)
         key = table, a, b, joins
@@ -176,7 +177,8 @@ class Overlap:
         return self._cells[key]
 
     def _joins(self, e: int) -> bool:
-        """Whether what an edge moves may be in a bucket: a parameter or a gradient."""
+        """Return whether the value of an edge may be in a bucket: a parameter or a
+        gradient."""
         program, edge_value = self.formulation.program, self.layout.edge_values[e]
         if edge_value is None or not self.layout.aside[e] or not program.backward:
             return False
@@ -186,9 +188,9 @@ class Overlap:
     def _steps(
         self, v: int, source: Spec, target: Spec, total: float, joins: bool
     ) -> tuple[float, _Steps]:
-        """Seconds of copies, and the collectives, of a reshard that takes ``total``; at
-        most one for each mesh axis. ``joins``: small ones are in buckets, which start
-        once for all in them."""
+        """Return the seconds of copies, and the collectives, of a reshard that takes
+        ``total``; at most one for each mesh axis. ``joins``: small ones are in buckets,
+        which start once for all in them."""
         value, mesh = self.formulation.program.values[v], self.formulation.mesh
         way = all_pairs.path(source, target, mesh, value.shape, value.dtype.itemsize)
         local = value.nbytes / mesh.count(source.sharded_axes)
@@ -222,8 +224,9 @@ class Overlap:
 
 
 def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
-    """Return the seconds of a simulated step. A batch in parts has those of the last
-    part, with which gradients are reduced, and of the others without what runs once."""
+    """Return the seconds of a simulated step. For a batch in parts: of the last part,
+    with which gradients are reduced, and of the others without the work done once for
+    all."""
     step, parts = Overlap(formulation, choice), formulation.parts
     if parts is None:
         return step.seconds
@@ -232,8 +235,8 @@ def step_seconds(formulation: Formulation, choice: Sequence[int]) -> float:
     return last + (parts.count - 1) * other
 
 
-# Shares of its price at which communication that may be hidden stands for overlap. Not
-# for nothing: the compute that hides it may be too short.
+# Shares of its price that communication costs where it may be hidden. Not zero: the
+# compute that hides it may be too short.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
 # Plans of programs with more ops than _SIMULATED are estimated without overlap. Plans
@@ -286,8 +289,8 @@ def nearest(
 
 
 def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
-    """Return whether an expert's plan can be faster than the one found. ``other``: what
-    ``priced_as`` gives for it."""
+    """Return whether an expert's plan can be faster than the one found. ``other``: the
+    result of ``priced_as`` for it."""
     if len(result.strategies) <= _FEW:
         return True
     if other is None:
@@ -303,7 +306,7 @@ def _estimate(result: SearchResult) -> float:
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
-    """What a search would have found, had it taken this choice of its problem."""
+    """Return the result as if the search had taken this choice of its problem."""
     strategies, settled = decode(result.formulation, choice)
     cost, peak = evaluate(result.formulation.problem, choice)
     gap = max(0.0, (cost - result.solution.bound) / abs(cost)) if cost else 0.0
@@ -318,9 +321,9 @@ def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
 def cheaper(
     result: SearchResult, discounts: Sequence[float], seconds: float
 ) -> list[tuple[int, ...]]:
-    """The plans that are best with communication that compute may hide (gradients that
-    nothing computes with, parameters gathered ahead) at these shares of its price;
-    those that fit in memory and are not known yet."""
+    """Return the plans that are best with communication that compute may hide
+    (gradients that nothing computes with, parameters gathered ahead) at these shares of
+    its price; those that fit in memory and are not known yet."""
     problem = result.formulation.problem
     choices: dict[tuple[int, ...], None] = {}
     for share in discounts:
@@ -337,7 +340,8 @@ def cheaper(
 
 
 def discounted(formulation: Formulation, share: float) -> Problem:
-    """The problem with what compute may hide at a share of its price."""
+    """Return the problem with communication that compute may hide at a share of its
+    price."""
     problem, tables = formulation.problem, list(formulation.problem.tables)
     cheap: dict[int, int] = {}
     edges = []

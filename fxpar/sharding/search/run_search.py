@@ -1,9 +1,9 @@
-"""The search itself: formulate, tie, solve, decode.
+"""Runs the search: formulate, tie, solve, decode.
 
 In: a Program, a Mesh, and ``SearchOptions``. Out: ``SearchResult``: strategies, specs,
-and the solved problem, of which explanations ask more. Its seconds are those of work
+and the solved problem, from which explanations are made. Its seconds are those of work
 (``work_clock``), so that the same program has the same plan on every run; one rank
-searches and tells the others. Changes nothing and runs nothing.
+searches and sends the others its plan. Never: changes or runs a graph.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
-# A plan so near to its bound is proved to be the best.
+# A plan within this gap of its bound counts as proved to be the best.
 _CLOSE = 1e-4
-# Seconds of work that pricing is: of a node, and of an entry of a table.
+# Seconds of work of pricing a node, and an entry of a table.
 _NODE, _ENTRY = 1.1e-4, 1e-6
-# What a plan says whose search did not end by itself.
+# The note of a plan if wall-clock time ended its search.
 STOPPED = (
     "search: ended by wall-clock time, long before its seconds of work, so another run "
     "may choose another plan: give search_seconds less, or the machine less to do"
 )
-# Gap of a glance.
+# Gap at which the first rough solve ends.
 _ROUGH = 0.01
-# The share of the seconds that beginning again takes besides.
+# The share of the seconds that beginning again takes in addition.
 AGAIN = 0.25
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search."""
+    """Holds the options of a search."""
 
-    # What costs are for.
+    # The hardware that costs are for.
     hardware: Hardware
     # How long to solve at most, in seconds of work.
     seconds: float = 30.0
     # Bytes of one rank; None takes the hardware's.
     memory: float | None = None
-    # A step that is proved to take so many seconds is searched no further.
+    # The search ends when a step is proved to take at least this many seconds.
     enough: float = math.inf
-    # Gap at which it ends; of problems with few strategies the optimum is wanted.
+    # Gap at which it ends; problems with few strategies are solved to the optimum.
     tolerance: float = _CLOSE
-    # Of a few good plans the one with the shortest simulated step is taken.
+    # Whether, of a few good plans, the one with the shortest simulated step is taken.
     ranked: bool = True
-    # Layers that repeat are all one way, which is quick, and nothing is proved.
+    # Whether layers that repeat take equal choices: quick, and nothing is proved.
     alike: bool = False
-    # Where the gap is wide, it begins again from plans as one would make by hand.
+    # Whether, if the gap is wide, it begins again from plans as made by hand.
     by_hand: bool = True
 
     @property
@@ -80,13 +80,13 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was chosen, and the problem it solves."""
+    """Holds the chosen plan, and the problem it solves."""
 
-    # Of each op.
+    # Strategy of each op.
     strategies: tuple[Strategy, ...]
     # Spec of each value.
     settled: tuple[Spec, ...]
-    # With its links.
+    # The mesh, with its links.
     mesh: Mesh
     # The problem.
     formulation: Formulation
@@ -102,18 +102,19 @@ class SearchResult:
 
     @property
     def unlimited(self) -> float:
-        """Seconds of a step if memory had no limit, where that was looked for."""
+        """Return the seconds of a step if memory had no limit, where that was
+        searched."""
         cost = self.solution.unlimited
         cost = self.solution.cost if cost is None else min(cost, self.solution.cost)
         return cost + self.formulation.launches
 
     @property
     def bound(self) -> float:
-        """Seconds of a step that no plan on this mesh can beat."""
+        """Return seconds of a step that no plan on this mesh can beat."""
         return self.solution.bound + self.formulation.launches
 
     def above(self, bound: float) -> SearchResult:
-        """With a higher bound on a step, proved elsewhere."""
+        """Return the result with a higher bound on a step, proved elsewhere."""
         cost = self.solution.cost
         bound = min(bound - self.formulation.launches, cost)
         gap = (cost - bound) / abs(cost) if cost > bound else 0.0
@@ -121,7 +122,7 @@ class SearchResult:
 
     @property
     def is_proved(self) -> bool:
-        """Whether a longer search on this mesh has nothing to find."""
+        """Return whether a longer search on this mesh can find nothing better."""
         return (self.first or self.solution).gap <= _CLOSE
 
     def __str__(self) -> str:
@@ -135,7 +136,8 @@ class SearchResult:
 
 
 def has_too_many_axes(mesh: Mesh) -> bool:
-    """Whether the space of strategies on this mesh is too large to be searched."""
+    """Return whether the space of strategies on this mesh is too large to be
+    searched."""
     return sum(size > 1 for _, size in mesh.axes) > all_pairs.MOST
 
 
@@ -149,10 +151,12 @@ def search(
     before: SearchResult | None = None,
     parts: PartProgram | None = None,
 ) -> SearchResult:
-    """The fastest plan that fits. ``before``: a shorter search of the same, whose
-    priced problem is solved again. ``parts``: the batch is cut, and what is fastest for
-    one part of it is looked for. Raises PlanError if no plan fits, naming the largest
-    tensors and what would be needed."""
+    """Return the fastest plan that fits.
+
+    ``before``: a shorter search of the same, whose priced problem is solved again.
+    ``parts``: the batch is cut, and the plan that is fastest for one part is searched.
+    Raises PlanError if no plan fits, naming the largest tensors and the bytes needed.
+    """
     begun = time.perf_counter()
     if has_too_many_axes(mesh):
         raise PlanError(
@@ -190,9 +194,9 @@ def search(
 def begun_from(
     result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
 ) -> SearchResult:
-    """What a search finds that begins again from the cheapest of some known strategies
-    of all ops, where one is cheaper than what was found; else what was found. Within
-    the share ``AGAIN`` of the seconds."""
+    """Return the result of a search that begins again from the cheapest of some known
+    strategies of all ops, if that is cheaper than ``result``; else ``result``. Takes at
+    most the share ``AGAIN`` of the seconds."""
     begun, end = time.perf_counter(), work_clock.now() + AGAIN * options.seconds
     best, start = result.solution.cost, None
     for strategies in by_hand:
@@ -227,24 +231,25 @@ def begun_from(
 
 
 def _pricing(problem: Problem) -> float:
-    """Seconds of work that making the problem is."""
+    """Return the seconds of work of making the problem."""
     entries = sum(table.size for table in problem.tables)
     return _NODE * len(problem.costs) + _ENTRY * entries
 
 
-# Problems with no more strategies have few.
+# Problems with at most this many strategies count as small.
 _FEW = 2000
 
-# The share of the seconds in which a problem is solved without its limit: the others
-# are for one with it, if that does not fit.
+# The share of the seconds in which a problem is solved without its limit; the rest is
+# for solving it with the limit, if the plan does not fit.
 _FIRST = 0.75
 # Seconds of that at least.
 _LEAST = 1.0
 
 
 def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
-    """The problem without its limit, which is easier; with it, if that does not fit.
-    All of it within the seconds asked for, and until a bound is ``enough``."""
+    """Solve the problem without its limit, which is easier; with it, if that plan does
+    not fit. Together they take about the seconds asked for at most, and end when a
+    bound is ``enough``."""
     if options.alike:
         return _fitting_alike(problem, options.seconds)
     many = sum(map(len, problem.costs)) > _FEW
@@ -259,15 +264,15 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         solution = solve(free, seconds, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
-    # The first may have taken all: none found would be an error.
+    # The first may have taken all: finding no plan would be an error.
     seconds = max(work_clock.left(end), _LEAST, options.seconds / 10)
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 
 def _is_above(problem: Problem, seconds: float) -> bool:
-    """Whether a glance with equal choices in all repeated layers, without the limit,
-    needs more than the limit. What is tied need not be feasible: hints may differ
-    between layers."""
+    """Return whether a rough solution with equal choices in all repeated layers,
+    without the limit, needs more than the limit. Ties need not be feasible: hints may
+    differ between layers."""
     assert problem.limit is not None
     try:
         return _alike(replace(problem, limit=None), seconds).peak > problem.limit
@@ -276,7 +281,8 @@ def _is_above(problem: Problem, seconds: float) -> bool:
 
 
 def _fitting_alike(problem: Problem, seconds: float) -> Solution:
-    """An equal choice in all repeated layers: without the limit, if that fits."""
+    """Return an equal choice in all repeated layers: without the limit, if that
+    fits."""
     solution = _alike(replace(problem, limit=None), seconds)
     if problem.limit is None or solution.peak <= problem.limit:
         return solution
@@ -284,8 +290,8 @@ def _fitting_alike(problem: Problem, seconds: float) -> Solution:
 
 
 def _alike(problem: Problem, seconds: float) -> Solution:
-    """A choice that is equal in all repeated layers; nothing is proved of others.
-    Raises Infeasible if none such is found."""
+    """Return a choice that is equal in all repeated layers; nothing is proved of
+    others. Raises Infeasible if none such is found."""
     once, to = tie(problem)
     try:
         glance = solve(once, seconds=seconds, tolerance=_ROUGH)

@@ -1,16 +1,17 @@
-"""The search space: strategies of an op, specs of a value, and the solver's variables.
+"""Lists the search space: strategies of an op, specs of a value, the solver's
+variables.
 
 In: an op's rule and a mesh. Out: Strategies. An axis splits one factor, passes through
 as a partial sum, or is left unused (the op is repeated along it); several axes may
 split one factor. So sample, operator, attribute and parameter dims are all in the space
-(FlexFlow's SOAP), and partial results too. What no Spec expresses is left out,
+(FlexFlow's SOAP), and partial results too. Splits that no Spec expresses are left out,
 and of strategies that read and make the same specs only the first is kept.
 
 In: a shape, hints (``Seed``) and a mesh. Out: Specs without partial axes, of axes of
 more than one rank.
 
 ``Node`` is a variable (which spec each tensor has under each strategy), ``EdgeEnd`` one
-end of an edge, ``Pool`` numbers for specs. Prices nothing and chooses nothing.
+end of an edge, ``Pool`` numbers specs. Never: prices or chooses anything.
 """
 
 from __future__ import annotations
@@ -35,63 +36,65 @@ from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
 @dataclass(frozen=True)
 class Node:
-    """A variable."""
+    """Is a variable of the problem."""
 
-    # "op", "input", "constant", "output", "value", "copy" (where readers have a value
-    # that a hint lays out), or "exchange" (the spec in which ops share one of rows).
+    # "op", "input", "constant", "output", "value", "copy" (the spec in which readers
+    # get a value that a hint lays out), or "exchange" (the spec in which ops share an
+    # exchange of rows).
     kind: str
     # Index of the op, input, output, or value.
     of: int
     # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
     # 1) for the others.
     specs: np.ndarray
-    # Those of an op, one for each row of ``specs``; none for the others.
+    # Strategies of an op, one for each row of ``specs``; none for other kinds.
     strategies: tuple[Strategy, ...] = ()
-    # (K,) of a parameter that settles, whether that is a copy of the one at rest.
+    # (K,) for a parameter that settles: whether it is a copy of the one at rest.
     copies: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """One end of an edge."""
+    """Is one end of an edge."""
 
-    # By number.
+    # Number of the node.
     node: int
-    # Which column of the node's specs concerns the value.
+    # Column of the node's specs that is of the value.
     column: int
 
 
 class Pool:
-    """Numbers for specs."""
+    """Numbers specs."""
 
     def __init__(self) -> None:
         self.specs: list[Spec] = []
         self._number: dict[Spec, int] = {}
 
     def number(self, spec: Spec) -> int:
-        """That of one spec, new if it was not seen yet."""
+        """Return the number of one spec, a new one if it was not seen yet."""
         if spec not in self._number:
             self._number[spec] = len(self.specs)
             self.specs.append(spec)
         return self._number[spec]
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        """(K, 1), as ``Node.specs``."""
+        """Return the numbers of specs as (K, 1), as in ``Node.specs``."""
         return np.array([[self.number(spec)] for spec in specs], int).reshape(-1, 1)
 
 
-# What one axis does in one op: the factor it splits, the passage it takes, or nothing.
+# The role of one axis in one op: the factor it splits, the passage it takes, or none.
 Part = str | int | None
 
 
 def strategies(rule: Rule, mesh: Mesh) -> tuple[Strategy, ...]:
-    """All strategies of an op with this rule, the one that leaves all whole first."""
+    """Return all strategies of an op with this rule, the one that leaves all whole
+    first."""
     return tuple(strategies_by_specs(rule, mesh).values())
 
 
 @lru_cache(maxsize=1 << 14)
 def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Strategy]:
-    """``strategies`` by the ``specs`` of each."""
+    """Return ``strategies`` by the ``specs`` of each."""
     axes = [axis for axis in orders(mesh)[0] if mesh.sizes[axis] > 1]
     by_specs: dict[tuple[Spec, ...], Strategy] = {}
     options = [_parts(rule, mesh, axis) for axis in axes]
@@ -106,15 +109,15 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
 
 
 def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
-    """Of the operands, then of the results as they are made."""
+    """Return specs of the operands, then of the results as they are made."""
     operands = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
     results = [result_spec(rule, strategy, i) for i in range(len(rule.results))]
     return (*operands, *results)
 
 
 def orders(mesh: Mesh) -> tuple[Axes, ...]:
-    """The orders in which axes share a dim: as in the mesh, and with batch axes minor,
-    as in parameters at rest."""
+    """Return the orders in which axes share a dim: as in the mesh, and with batch axes
+    minor, as in parameters at rest."""
     batch = batch_axes(mesh)
     minor = tuple(sorted(mesh.names, key=lambda axis: axis in batch))
     return tuple(dict.fromkeys((mesh.names, minor)))
@@ -148,7 +151,7 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether every tensor can be sharded so."""
+    """Return whether every tensor can be sharded by the strategy."""
     axes_of = strategy.axes_of
     if not all(may_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False
@@ -156,14 +159,14 @@ def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
 
 
 def _reduces_alike(spec: Spec) -> bool:
-    """Whether a tensor is partial by one reduction at most."""
+    """Return whether a tensor is partial by one reduction at most."""
     if len(spec.partial) < 2:
         return True
     return len({"sum" if op == "avg" else op for _, op in spec.partial}) == 1
 
 
 def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
-    """Every spec without partial axes that may split ``shape``, whole first."""
+    """Return every spec without partial axes that may split ``shape``, whole first."""
     axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
     unique: dict[Spec, None] = {}
     for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
@@ -183,7 +186,8 @@ def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
 def allowed(
     value: Value, seeds: Sequence[Seed], specs: Iterable[Spec], mesh: Mesh
 ) -> list[Spec]:
-    """Those of ``specs`` that keep to the hints on a value; if none does, any that do.
+    """Return the ``specs`` that keep to the hints on a value; if none does, any that
+    do.
 
     Raises HintError if hints on the value contradict each other.
     """
@@ -202,7 +206,8 @@ def allowed(
 
 
 def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
-    """Whether a spec is what a hint asks: closed dims exactly, open ones at least."""
+    """Return whether a spec is as a hint asks: closed dims exactly, open ones at
+    least."""
     hint = stripped(Spec.of(seed.dims), mesh)
     is_whole = not spec.partial and {*seed.whole}.isdisjoint(spec.axes)
     return is_whole and all(
@@ -212,7 +217,8 @@ def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
 
 
 def _merged_seeds(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
-    """The spec that has what all hints ask for, in their order of axes."""
+    """Return the spec that has the axes of all hints, in their order; none if one would
+    split two dims."""
     parts = zip(*(seed.dims for seed in seeds), strict=True)
     dims = [max(part, key=len) for part in parts]
     used = [axis for dim in dims for axis in dim]
@@ -222,5 +228,5 @@ def _merged_seeds(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
 
 
 def stripped(spec: Spec, mesh: Mesh) -> Spec:
-    """A spec without axes of one rank, of which the space has none."""
+    """Return a spec without axes of one rank, which the space leaves out."""
     return spec.without({axis for axis in mesh.names if mesh.sizes[axis] == 1})

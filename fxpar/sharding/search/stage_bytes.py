@@ -1,10 +1,11 @@
-"""What stages hold, and what is sent along their axis once a step.
+"""Counts the bytes that stages hold, and those sent along their axis once a step.
 
 In: a SearchResult for one part of the batch, its ops in a row (``stage_chain``), the
 places of stages. Out: the ``StageMemory`` that they are cut by, and the seconds in
-which places exchange weights, gradients and results. What the plan lays out ("own")
-stays at the places that read it; what rests whole is told to all of them; what rests
-split along the axis is put together at the stage that reads it, and taken apart again.
+which places exchange weights, gradients and results. Inputs that the plan lays out
+("own") stay at the places that read them; those that are whole at rest ("whole") are
+sent to all places; those split along the axis ("split") are gathered at the stage that
+reads them, and split again. Never: chooses a cut.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fxpar.sharding.search.batch_parts import STATIC
 from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.search.stage_chain import StageChain
 
-# Bytes of a message of several tensors.
+# Bytes of one message, in which several tensors are sent.
 MESSAGE = 4 << 20
 
 
@@ -33,8 +34,8 @@ def stage_memory(
     flying: Sequence[float],
     budget: float,
 ) -> StageMemory:
-    """What stages hold. ``places``: of each stage; ``flying``: of each place, the most
-    microbatches in flight; ``budget``: bytes of a rank."""
+    """Return the memory that stages hold. ``places``: of each stage; ``flying``: of
+    each place, the most microbatches in flight; ``budget``: bytes of a rank."""
     form, parts = result.formulation, result.formulation.parts
     assert parts is not None, "the batch is cut"
     throughout, saved, every = list[Held](), list[Held](), 0.0
@@ -77,8 +78,8 @@ def exchange_seconds(
     places: Sequence[int],
     link: Link,
 ) -> list[float]:
-    """Of each place: the seconds in which it sends and receives, once a step, what
-    rests whole or split along the axis of stages, and results."""
+    """Return, for each place, the seconds in which it sends and receives, once a step,
+    inputs that are whole or split along the axis of stages, and results."""
     parts, program = result.formulation.parts, chain.program
     assert parts is not None, "the batch is cut"
     count = max(places) + 1
@@ -122,8 +123,8 @@ def exchange_seconds(
 
 
 def told_along(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str]:
-    """Values of stages that other places get once a step, and whether each gets all of
-    it or a part: results, gradients, and what an update reads."""
+    """Return values that a stage sends to other places once a step, with "whole" or
+    "split" for what each gets: results, gradients, and values that an update reads."""
     program, along_of = chain.program, dict[int, str]()
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is None or v not in program.producers:

@@ -1,8 +1,8 @@
-"""The forward of a program as a row of ops, which stages are cut out of.
+"""Puts the forward of a program in a row of ops, out of which stages are cut.
 
 In: a Program and which of its ops follow the batch. Out: a ``StageChain``: these ops of
-the forward in a row, the place in it of every other op and of every value, what crosses
-each place. Chooses nothing and prices nothing.
+the forward in a row, the place in it of every other op and of every value, the bytes
+that cross each place. Never: chooses or prices anything.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxpar.sharding.search.run_search import SearchResult
 
 
 class StageChain:
-    """Ops of the forward on the batch in a row, and the place in it of all others."""
+    """Is the row of forward ops on the batch, with the place in it of all other ops."""
 
     def __init__(self, program: Program, cut: BatchCut) -> None:
         self.program = program
         late = backward_of(program.ops[0].node.graph) if program.ops else set()
-        # Of no stage: the update of a training step.
+        # The update of a training step is of no stage.
         self.update = {op.index for op in program.ops if phase_of(op.node) == "update"}
         self.late = {op.index for op in program.ops if op.node in late} - self.update
         self.ops = [
@@ -39,8 +39,9 @@ class StageChain:
         self._place_others()
 
     def _place_others(self) -> None:
-        """An op of the backward stands where the op does that it differentiates, and
-        never behind what it continues; an op of weights alone before its reader."""
+        """Give all other ops a place: an op of the backward takes the place of the op
+        it differentiates, but none later than the op it continues; an op of weights
+        alone takes its reader's."""
         program, at = self.program, self.at
         by_number: dict[int, int] = {}
         for index in self.ops:
@@ -68,13 +69,14 @@ class StageChain:
         return v in self.program.producers
 
     def place_of(self, v: int) -> int:
-        """Of the op that makes a value, or that reads it first."""
+        """Return the place of the op that makes a value, or that reads it first."""
         if self._is_made(v):
             return self.at[self.program.producers[v][0]]
         return min((self.at[i] for i, _ in self.program.uses[v]), default=0)
 
     def readers(self, v: int) -> tuple[int, ...]:
-        """Places of ops of the row that read a value, through ops that are not."""
+        """Return places of ops of the row that read a value, also through ops outside
+        it."""
         places, stack, seen = set[int](), [v], set[int]()
         while stack:
             for index, _ in self.program.uses[stack.pop()]:
@@ -88,8 +90,8 @@ class StageChain:
         return tuple(sorted(places))
 
     def pins(self, pinned: Mapping[str, int]) -> dict[int, int]:
-        """Place of an op that reads a pinned parameter -> its stage; of one that reads
-        those of several stages the last."""
+        """Return the place of each op that reads a pinned parameter -> its stage; the
+        last stage, if it reads several."""
         pins: dict[int, int] = {}
         program = self.program
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
@@ -100,7 +102,8 @@ class StageChain:
         return pins
 
     def crossing(self, result: SearchResult) -> list[float]:
-        """Bytes on a rank that are sent if a stage begins at each op of the row."""
+        """Return the bytes on a rank that are sent if a stage begins at each op of the
+        row."""
         program, base = self.program, result.formulation.kernels.base
         last: dict[int, int] = defaultdict(lambda: -1)
         for op in program.ops:
@@ -118,7 +121,8 @@ class StageChain:
         return list(itertools.accumulate(changes[:-1]))
 
     def between_ops(self, crossing: Sequence[float], count: int) -> list[float]:
-        """What crossing takes, if not inside of what was one op of the user's."""
+        """Return ``crossing`` with inf inside of one op of the user's, if enough cuts
+        are left."""
         numbers = [self.program.ops[i].node.meta.get("seq_nr") for i in self.ops]
         pairs = zip(crossing, numbers, [None, *numbers], strict=False)
         out = [

@@ -1,8 +1,8 @@
-"""Ties between choices of layers that repeat, forward and backward each by itself.
+"""Ties choices of layers that repeat, forward and backward each by itself.
 
 In: a Program. Out: for each op the op of the first layer that it corresponds to
-(itself, if none). Ops are compared by target, rule, shapes and dtypes. Ties guide the
-search; they never constrain its answer.
+(itself, if none). Ops are compared by target, rule, shapes and dtypes. Never:
+constrains the answer of a search; ties only guide it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEVERAL = ("copy", "exchange")
 
 
 def repeated(program: Program, backward: Collection[int]) -> list[int]:
-    """For each op its counterpart in the first of the layers that it is in."""
+    """Return for each op its counterpart in the first of the layers that it is in."""
     shapes = [(value.shape, value.dtype) for value in program.values]
     labels = numbered(
         (op.target, op.rule, *map(shapes.__getitem__, op.tensors), op.index in backward)
@@ -35,7 +35,8 @@ def repeated(program: Program, backward: Collection[int]) -> list[int]:
 
 
 def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
-    """For each node of a problem the node it is tied to, given the ties of ops."""
+    """Return for each node of a problem the node it is tied to, given the ties of
+    ops."""
     program = formulation.program
     value = _values(program, tied)
     index: dict[tuple[str, int, int], int] = {}
@@ -75,8 +76,8 @@ def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
 
 
 def _heads(to: Sequence[int]) -> tuple[int, ...]:
-    """For each node the least one it is tied to through others. A parameter of the
-    first layer and one of the last, where the backward begins, name each other."""
+    """Return for each node the least one it is tied to through others. A parameter of
+    the first layer and one of the last, where the backward begins, name each other."""
     heads = list(range(len(to)))
 
     def find(i: int) -> int:
@@ -92,8 +93,8 @@ def _heads(to: Sequence[int]) -> tuple[int, ...]:
 
 
 def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:
-    """For each value its counterpart: of results by their op, of inputs by the op that
-    first reads them."""
+    """Return for each value its counterpart: for results by their op, for inputs by the
+    op that first reads them."""
     out: dict[int | None, int] = {}
     for op in program.ops:
         other = program.ops[tied[op.index]]

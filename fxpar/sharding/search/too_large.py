@@ -1,8 +1,8 @@
-"""The error if no plan fits: what needs the memory, and which fixes need less.
+"""Makes the error if no plan fits: what needs the memory, and which fixes need less.
 
 In: the entries that are live at the peak of the smallest known plan. Out: a
 TooLargeError that lists them by kind and by the user's lines, and fixes with what each
-saves, from the same bytes; "up to" marks an upper bound. Never plans.
+saves, from the same bytes; "up to" marks an upper bound. Never: plans.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def nothing_fits(
     program: Program, limit: float, held: Held, ranks: int, *, least: bool = False
 ) -> TooLargeError:
     """Return the error. ``held``: entries that are live at the peak; ``least``: whether
-    any plan on so many ``ranks`` needs them, not only the smallest that was found."""
+    any plan on ``ranks`` ranks needs them, not only the smallest that was found."""
     need = sum(nbytes for _, nbytes in held)
     room, peak = sizes_as_text(limit, need)
     how = f"on {ranks} ranks any needs {peak} at least"
@@ -87,7 +87,7 @@ def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> s
 
 
 def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[str]:
-    """Yield what to do, the largest gain first."""
+    """Yield the fixes, the largest gain first."""
     sizes = Sizes(float)
     whole, inputs = 0.0, _whole_parameters(program)
     for entry, nbytes in held:

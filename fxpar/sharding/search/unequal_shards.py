@@ -1,14 +1,14 @@
-"""Unlike devices: what equal shards cost on them, and which unequal ones would cost.
+"""Prices unequal shards for ranks of unequal speed, and compares them with equal ones.
 
 In: a Decision on a mesh whose axes carry speeds, the hardware of speed 1.0, and the
 reshards of a step. Out: ``Ratios``: for each axis the share of every rank, the seconds
-of a step with equal shards and with these, and what each split dim would be cut into.
-Never changes a plan; ``Mesh.shares`` are what runs.
+of a step with equal shards and with these, and the sizes each split dim would be cut
+into. Never: changes a plan; ``Mesh.shares`` are what runs.
 
 One ratio holds for an axis, so that neighbours agree and nothing is resharded for it.
-It is the one with which the ranks finish together what the axis splits, as in AccPar
-(Song et al., HPCA 2020, section 5), unless collectives that wait for the largest shard
-ask for less. What an axis does not split takes as long as on the slowest rank.
+With it the ranks finish together the work that the axis splits, as in AccPar (Song et
+al., HPCA 2020, section 5), unless collectives that wait for the largest shard ask for
+less. Work that an axis does not split takes as long as on the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class UnequalDim:
-    """A dim that axes of unlike ranks split."""
+    """Is a dim that axes of unlike ranks split."""
 
-    # Of the dim.
+    # Rows of the dim.
     size: int
-    # That split it.
+    # Axes that split it.
     axes: tuple[str, ...]
     # Sizes of its shards, major to minor.
     parts: tuple[int, ...]
@@ -52,13 +52,13 @@ class UnequalDim:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Shares of a dim by the speed of unlike ranks, and what they save."""
+    """Holds shares of a dim by the speed of unlike ranks, and what they save."""
 
-    # With the speeds of its ranks.
+    # The mesh, with the speeds of its ranks.
     mesh: Mesh
-    # Name of what steps are priced on.
+    # Name of the hardware that steps are priced on.
     hardware: str
-    # For each axis of unlike ranks, each rank's part of what it splits.
+    # (axis, each rank's share of a dim it splits) for each axis of unlike ranks.
     shares: tuple[tuple[str, tuple[float, ...]], ...]
     # Seconds of a step with equal shards, computing and communication added up.
     even: float
@@ -98,7 +98,7 @@ def _cut_text(cut: UnequalDim) -> str:
 
 
 def notes(mesh: Mesh) -> list[str]:
-    """What a plan on a mesh with unlike ranks or shares has to say."""
+    """Return the notes of a plan on a mesh with unlike ranks or shares."""
     whole = mesh.unrefined
     out = [
         f"shares: along {axis} {':'.join(f'{n:g}' for n in shares)}"
@@ -127,7 +127,7 @@ def notes(mesh: Mesh) -> list[str]:
 
 
 def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
-    """A rank of each kind, by speed and shares, and its relative speed."""
+    """Return a rank of each kind, by speed and shares, and its relative speed."""
     whole = mesh.unrefined
     axes = [
         axis for axis in whole.names if mesh.weights_of(axis) or axis in mesh.unlike
@@ -146,10 +146,12 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
 
 
 def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
-    """The shares x, of sum 1, that make ``max(x * alone) + largest * max(x)`` least.
+    """Return the shares x, of sum 1, for which ``max(x * alone) + largest * max(x)`` is
+    least.
 
-    alone: seconds that each rank would take for the whole. largest: seconds of what
-    waits for the largest share, were it the whole. Without it all finish together.
+    alone: seconds that each rank would take for the whole. largest: seconds that the
+    largest share would take for the whole, in work that waits for it. If 0, all finish
+    together.
     """
     # x is min(1 / alone, cap) up to a factor. Between two of these caps the objective
     # is a quotient of linear functions of the cap, so the best is one of them.
@@ -164,17 +166,18 @@ def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step of one rank, with equal shards and speed 1.0."""
+    """Holds the seconds of a step of one rank, with equal shards and speed 1.0."""
 
-    # By the unlike axes that split the op.
+    # Seconds by the unlike axes that split the op.
     computing: Mapping[Axes, float]
-    # By the unlike axes (that split the tensor, along which the collective runs).
+    # Seconds by (unlike axes that split the tensor, those the collective runs along).
     moving: Mapping[tuple[Axes, Axes], float]
-    # Launches, and what collectives take however little they carry.
+    # Seconds of launches and of latencies of collectives.
     fixed: float
 
     def seconds(self, mesh: Mesh, ratio: Mapping[str, Sequence[float]]) -> float:
-        """Of the rank that takes longest, with ``ratio[axis]`` as shares."""
+        """Return the seconds of the rank that takes longest, with ``ratio[axis]`` as
+        shares."""
         axes = mesh.unlike
         shape = [1] * len(axes)
         speed = np.full(shape, mesh.slowest)
@@ -197,8 +200,8 @@ class StepSeconds:
         return self.fixed + whole + float(total.max())
 
     def best(self, mesh: Mesh) -> dict[str, tuple[float, ...]]:
-        """The shares of each axis, chosen with equal shards along the others; equal
-        ones where that is not faster."""
+        """Return the shares of each axis, chosen with equal shards along the others;
+        equal ones where that is not faster."""
         even = _even(mesh)
         out = {}
         for axis in mesh.unlike:
@@ -220,7 +223,7 @@ def _even(mesh: Mesh) -> dict[str, tuple[float, ...]]:
 def step_of(
     decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
 ) -> StepSeconds:
-    """What a step of a decision is made of."""
+    """Return the seconds of the parts of a decision's step."""
     program, mesh = decision.program, hardware.on(decision.mesh)
     unlike = frozenset(mesh.unlike)
     works = kernels_of(program).works
@@ -247,26 +250,26 @@ def step_of(
 
 
 def best_shares(decision: Decision, hardware: Hardware) -> dict[str, tuple[float, ...]]:
-    """Of each unlike axis the shares with which a step is fastest. ``hardware``: that
-    of speed 1.0."""
+    """Return the shares of each unlike axis with which a step is fastest. ``hardware``:
+    the hardware of speed 1.0."""
     decision = replace(decision, mesh=decision.mesh.shared_equally)
     step = step_of(decision, hardware, decision.edges.reshards)
     return step.best(decision.mesh)
 
 
 def _whole(axes: Iterable[str]) -> Axes:
-    """The axes that these, or parts of axes, belong to."""
+    """Return the axes that ``axes``, some of them parts of axes, belong to."""
     return frozenset(axis.partition(":")[0] for axis in axes)
 
 
 def ratios(
     decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
 ) -> Ratios:
-    """How a decision's shards would be cut by speed, and what that would gain over
-    equal ones.
+    """Return how a decision's shards would be cut by speed, and the gain over equal
+    ones.
 
-    ``hardware``: that of speed 1.0. ``reshards``: of one step. Memory is not looked at:
-    a large share needs more of it.
+    ``hardware``: the hardware of speed 1.0. ``reshards``: of one step. Memory is not
+    checked: a large share needs more of it.
     """
     mesh = decision.mesh.shared_equally
     decision = replace(decision, mesh=mesh)
@@ -283,7 +286,7 @@ def ratios(
 
 
 def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[UnequalDim]:
-    """Of every dim that an axis of unlike ranks splits."""
+    """Return an entry for every dim that an axis of unlike ranks splits."""
     mesh = decision.mesh
     names_by_dim: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for value in decision.program.values:
@@ -304,6 +307,7 @@ def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[Unequ
 
 
 def cut(size: int, share: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers of sum ``size``, near ``size * share``: each end is rounded."""
+    """Return whole numbers of sum ``size``, near ``size * share``: each end is
+    rounded."""
     ends = np.rint(np.cumsum(share) / math.fsum(share) * size).astype(int)
     return tuple(np.diff(ends, prepend=0).tolist())

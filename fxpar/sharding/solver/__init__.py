@@ -1,6 +1,7 @@
-"""The solver of the strategy search: one strategy per node, least cost, within memory.
+"""The solver of the strategy search chooses one strategy per node, at least cost,
+within memory.
 
-In: a ``Problem``, plain arrays. Out: a ``Solution`` with a proved gap. Knows nothing of
+In: a ``Problem``, plain arrays. Out: a ``Solution`` with a proved gap. Never: looks at
 torch, graphs or meshes; numba and scipy are imported when first needed.
 """
 

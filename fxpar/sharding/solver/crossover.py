@@ -1,9 +1,9 @@
-"""Mixing two choices: part of the nodes as in one, the rest as in the other.
+"""Mixes two choices: part of the nodes as in one, the rest as in the other.
 
 In: a Flat, a choice that fits, others that may exceed the limit. Out: a choice that
 fits and costs no more. Where layers repeat, one price on memory flips all of them at
 once; the best choice often has some layers one way and some the other, and is a cut
-through an order of the nodes. Never leaves the limit.
+through an order of the nodes. Never: leaves the limit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def mix(
     deadline: float,
     layer: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The best cut between any two of ``choice`` and the others; then again between it
-    and each of them, until none is better or the deadline. ``layer``: (nodes,) of each
-    node, by which cuts are tried first."""
+    """Return the best cut between any two of ``choice`` and the others; then again
+    between it and each of them, until none is better or the deadline. ``layer``:
+    (nodes,) the layer of each node, by which cuts are tried first."""
     best, cost = choice, cost_of(flat, choice)
     choices = [choice, *other_choices]
     pairs = [(a, b) for k, a in enumerate(choices) for b in choices[k + 1 :]]
@@ -57,9 +57,9 @@ def _cut(
     ends: np.ndarray,
     below: float,
 ) -> np.ndarray | None:
-    """The cheapest choice that fits of those with the first nodes of ``order``, up to
-    one of its ``ends``, as in ``b`` and the rest as in ``a``; None if none costs less
-    than ``below``."""
+    """Return the cheapest choice that fits with the first nodes of ``order``, up to one
+    of its ``ends``, as in ``b`` and the rest as in ``a``; None if none costs less than
+    ``below``."""
     place = np.full(len(a), len(order))
     place[order] = np.arange(len(order))
     costs = cut_costs(flat, a, b, place, len(order))[ends]
@@ -75,8 +75,9 @@ def _cut(
 def cut_costs(
     flat: Flat, a: np.ndarray, b: np.ndarray, place: np.ndarray, count: int
 ) -> np.ndarray:
-    """(count + 1,) costs: the m-th of the choice in which the nodes with ``place`` < m
-    are as in ``b``, the others as in ``a``; inf where a pair is forbidden."""
+    """Return (count + 1,) costs: the m-th of the choice in which the nodes with
+    ``place`` < m are as in ``b``, the others as in ``a``; inf where a pair is
+    forbidden."""
     work_clock.did(_CUT * len(flat.other))
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
     one = np.flatnonzero(owner < flat.other)
@@ -104,7 +105,7 @@ def cut_costs(
 def _orders(
     flat: Flat, differ: np.ndarray, layer: np.ndarray | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Orders of some nodes, each with the places where it may be cut."""
+    """Yield orders of some nodes, each with the places where it may be cut."""
     if not len(differ):
         return
     if layer is not None:
@@ -117,9 +118,12 @@ def _orders(
 
 
 def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
-    """(nodes,) the layer of each, given the one it stands for: its place among those
-    that stand for the same, counted backward where that is how it meets the others
-    (the backward of a layer meets its forward); -1 where nothing repeats as often."""
+    """Return (nodes,) the layer of each, given ``to``, the node that each is tied to.
+
+    The layer is its place among those tied to the same one, counted backward where that
+    is how it meets the others (the backward of a layer meets its forward); -1 where
+    nothing repeats as often.
+    """
     group = np.array([to[i] for i in flat.nodes.tolist()])
     _, group, count = np.unique(group, return_inverse=True, return_counts=True)
     often = int(np.bincount(count, count * (count > 1)).argmax())
@@ -155,8 +159,8 @@ def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
 
 
 def _outward(flat: Flat, nodes: np.ndarray, middle: int) -> np.ndarray:
-    """The nodes by breadth-first search among them, from the first or a middle one;
-    in a training graph a layer's forward and backward nodes come together."""
+    """Return the nodes by breadth-first search among them, from the first or a middle
+    one; in a training graph a layer's forward and backward nodes come together."""
     work_clock.did(_STEP * (len(nodes) + len(flat.other)))
     waiting = np.zeros(len(flat.size), bool)
     waiting[nodes] = True

@@ -1,8 +1,9 @@
-"""Exact reductions: a smaller Network with the same least cost.
+"""Reduces a Network exactly: to a smaller one with the same least cost.
 
 In: a Network, changed in place: dominated strategies removed, nodes that another one
-decides merged into it, nodes of degree up to two without memory eliminated. What was
-eliminated is on the trail. Never changes what is optimal, never guesses.
+decides merged into it, nodes of degree up to two without memory eliminated. Out: the
+smaller Network, with the eliminated nodes on its trail. Never: changes the least cost,
+or guesses.
 
 Elimination of nodes of degree 0, 1 and 2: Scholz and Eckstein, "Register allocation for
 irregular architectures", LCTES 2002 (R0, RI, RII). Dominance: Goldstein, "Efficient
@@ -40,8 +41,8 @@ def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:
 
 
 def forbid_above(net: Network, cost: float) -> None:
-    """Forbid what no choice of at most this cost (without the constant) can use, since
-    the least of everything else already costs too much.
+    """Forbid strategies and pairs that no choice of at most this cost (without the
+    constant) can use, since the least of everything else already costs too much.
 
     Raises Infeasible if that leaves nothing.
     """
@@ -69,7 +70,7 @@ def _cut(table: np.ndarray, top: float) -> np.ndarray:
 
 
 def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
-    """Apply what applies to one node; the nodes to look at again."""
+    """Apply the reductions that one node allows; return the nodes to look at again."""
     revisit: set[int] = set()
     if dominance and net.size(i) > 1 and _dominate(net, i):
         revisit |= _around(net, {i} | _changed(net, i))
@@ -98,7 +99,8 @@ def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
 
 
 def _changed(net: Network, i: int) -> set[int]:
-    """What follows from strategies that a node has lost."""
+    """Remove strategies of others that a node's lost ones made impossible; return their
+    nodes."""
     return consistent(net, (), [(i, j) for j in net.adj[i]])
 
 
@@ -114,7 +116,7 @@ def _block(net: Network, i: int) -> int:
 
 
 def _settle_rows(net: Network, i: int) -> None:
-    """Usage that is the same under every strategy is taken off the room."""
+    """Take usage that is the same under every strategy off the room."""
     varying: list[Row] = []
     for a, b, usage in net.rows[i]:
         least = usage.min()
@@ -126,7 +128,7 @@ def _settle_rows(net: Network, i: int) -> None:
 
 def _dominate(net: Network, i: int) -> bool:
     """Remove strategies another one replaces at no cost and no more memory, whatever
-    the neighbours choose; whether any was."""
+    the neighbours choose; return whether any was removed."""
     cost, near = net.unary[i], tuple(net.adj[i].values())
     size = len(cost)
     if any(size * size * table.shape[1] > _BLOCK for table in near):
@@ -147,8 +149,9 @@ def _undominated(
     near: tuple[np.ndarray, ...],
     usages: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    """The strategies that stay; ``near``: the tables of a node's edges."""
-    # saved[a, b]: at least this much is saved by b instead of a.
+    """Return the positions of strategies that stay; ``near``: the tables of a node's
+    edges."""
+    # saved[a, b]: the least that b instead of a saves.
     saved = cost[:, None] - cost[None, :]
     for table in near:
         saved = saved + tables.once(("gap", id(table)), table, partial(_gap, table))
@@ -164,7 +167,7 @@ def _undominated(
 
 
 def _gap(table: np.ndarray) -> np.ndarray:
-    """(K, K): the least of row a minus row b over columns where a is allowed."""
+    """Return (K, K): the least of row a minus row b over columns where a is allowed."""
     work_clock.did(_ENTRY * len(table) * table.size)
     out = np.empty((len(table), len(table)))
     for a, row in enumerate(table):
@@ -174,7 +177,7 @@ def _gap(table: np.ndarray) -> np.ndarray:
 
 
 def _fold(net: Network, i: int) -> None:
-    """A node with one strategy becomes costs of its neighbours."""
+    """Turn a node with one strategy into costs of its neighbours."""
     net.constant += float(net.unary[i][0])
     for j, table in list(net.adj[i].items()):
         net.unary[j] = net.unary[j] + table[0]
@@ -189,13 +192,14 @@ def _fold(net: Network, i: int) -> None:
 
 
 def _drop(net: Network, i: int) -> None:
-    """A node nothing depends on takes its cheapest strategy."""
+    """Give a node that nothing depends on its cheapest strategy."""
     net.keep(i, np.array([int(np.argmin(net.unary[i]))]))
     _fold(net, i)
 
 
 def _eliminate_leaf(net: Network, i: int) -> None:
-    """Degree one: the neighbour pays for the node's best answer to it."""
+    """Eliminate a node of degree one: the neighbour pays for the node's best answer to
+    it."""
     ((j, table),) = net.adj[i].items()
     total = net.tables.flip(table) + net.unary[i]  # (K_j, K_i)
     best = total.argmin(1)
@@ -216,10 +220,11 @@ def _answer(net: Network, i: int, j: int, best: np.ndarray) -> None:
 
 
 def _eliminate_link(net: Network, i: int) -> None:
-    """Degree two: an edge between the neighbours pays for the node's best answer."""
+    """Eliminate a node of degree two: an edge between the neighbours pays for its best
+    answer."""
     (j, table_j), (k, table_k) = sorted(net.adj[i].items())
     unary = net.unary[i]
-    # Layers that repeat share the work, and what it makes.
+    # Layers that repeat share the work and its tables.
     key, sources = (id(table_j), id(table_k), unary.tobytes()), (table_j, table_k)
 
     def answers() -> np.ndarray:
@@ -250,7 +255,7 @@ def _eliminate_link(net: Network, i: int) -> None:
 
 def _thin_leaf(net: Network, i: int) -> bool:
     """Forbid a leaf's answers that cost and occupy no less than another answer does;
-    whether any was."""
+    return whether there were any."""
     ((j, table),) = net.adj[i].items()
     total = net.tables.flip(table) + net.unary[i]  # (K_j, K_i)
     size = net.size(i)
@@ -276,7 +281,8 @@ def _thin_leaf(net: Network, i: int) -> bool:
 
 
 def _leader(net: Network, i: int) -> int | None:
-    """A neighbour each of whose strategies allows the node exactly one."""
+    """Return a neighbour each of whose strategies allows the node exactly one; None if
+    none."""
     for j in sorted(net.adj[i], key=lambda j: (net.size(j), j)):
         if len(net.adj[i]) > 2 and net.size(j) > 2 * net.size(i):
             break  # merging would make the other tables larger

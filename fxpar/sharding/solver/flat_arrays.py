@@ -1,7 +1,7 @@
-"""A Network as flat arrays, the form the kernels and the integer program read.
+"""Stores a Network as flat arrays, the form the kernels and the integer program read.
 
-In: a Network. Out: one Flat. Shared tables are stored once per orientation. Changes
-nothing.
+In: a Network. Out: one Flat. Shared tables are stored once per orientation. Never:
+changes the Network.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.network import Network, spread
 
-# Seconds of work: of an entry of a table that a message passes, of one of the message,
+# Seconds of work: of a table's entry that a message passes, of an entry of a message,
 # of an edge or range of rows that is looked at, of a node or edge made flat.
 _CELL, _ENTRY, _LOOK, _FLATTEN = 8e-10, 4e-9, 6e-9, 3.5e-6
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A network of n nodes and its memory rows, as arrays."""
+    """Holds a network of n nodes and its memory rows, as arrays."""
 
-    # (n,) their numbers in the Network, ascending.
+    # (n,) numbers of the nodes in the Network, ascending.
     nodes: np.ndarray
-    # (n,) strategies of each.
+    # (n,) number of strategies of each node.
     size: np.ndarray
-    # (n + 1,) where those of each begin in ``unary``.
+    # (n + 1,) where the strategies of each node begin in ``unary``.
     at: np.ndarray
     # Cost of each strategy of each node.
     unary: np.ndarray
@@ -38,13 +38,13 @@ class Flat:
     other: np.ndarray
     # By entry, where in ``pool`` its (K_i, K_j) table begins.
     table: np.ndarray
-    # By entry, that of the other end.
+    # By entry, the entry of the edge's other end.
     pair: np.ndarray
     # By entry, where its vector of length K_i begins in an array of all messages.
     message: np.ndarray
     # Length of such an array.
     messages: int
-    # All tables.
+    # All tables, one after the other.
     pool: np.ndarray
     # By entry, where the least and largest of each row of its table are in ``low`` and
     # ``high``.
@@ -53,28 +53,28 @@ class Flat:
     low: np.ndarray
     # Largest entries of rows.
     high: np.ndarray
-    # (n + 1,) where what each node occupies begins in the next three.
+    # (n + 1,) where the usages of each node begin in the next three arrays.
     live: np.ndarray
-    # The first memory row it occupies.
+    # By usage, the first memory row that is occupied.
     begin: np.ndarray
-    # The first behind them.
+    # By usage, the row after the last.
     end: np.ndarray
-    # Where in ``usage`` its strategies begin.
+    # By usage, where in ``usage`` its strategies begin.
     use: np.ndarray
-    # By strategy, what is occupied.
+    # By strategy, the memory occupied.
     usage: np.ndarray
-    # What a memory row holds.
+    # By memory row, the most that it may hold.
     room: np.ndarray
-    # The Problem's time that a row begins at, ascending.
+    # By memory row, the Problem's time that it begins at, ascending.
     when: np.ndarray
-    # What every choice pays.
+    # The cost that every choice pays.
     constant: float
-    # So much more than ``room`` counts as rounding.
+    # Usage above ``room`` that counts as rounding.
     slack: float
 
     @cached_property
     def sweep_seconds(self) -> float:
-        """Of work that a pass of messages there and back is."""
+        """Return the seconds of work of a pass of messages there and back."""
         owner = np.repeat(np.arange(len(self.size)), np.diff(self.first))
         cells = float((self.size[owner] * self.size[self.other]).sum())
         entries = self.messages + len(self.other) + len(self.size)
@@ -82,12 +82,13 @@ class Flat:
 
     @cached_property
     def look_seconds(self) -> float:
-        """Of work that a look at a choice is: its cost, or what it occupies."""
+        """Return the seconds of work of a look at a choice: its cost, or its usage."""
         return _LOOK * (len(self.other) + len(self.begin) + len(self.room))
 
 
 def flatten(net: Network) -> Flat:
-    """The Flat of what is alive; rows that cannot exceed their room are left out."""
+    """Return the Flat of the nodes alive; rows that cannot exceed their room are left
+    out."""
     nodes = sorted(net.alive)
     place = {i: k for k, i in enumerate(nodes)}
     work_clock.did(_FLATTEN * (len(nodes) + sum(len(net.adj[i]) for i in nodes)))
@@ -132,7 +133,7 @@ def flatten(net: Network) -> Flat:
 def _edges(
     net: Network, nodes: Sequence[int], place: dict[int, int]
 ) -> tuple[np.ndarray, ...]:
-    """(first, other, table, rows, pool, low, high)."""
+    """Return (first, other, table, rows, pool, low, high)."""
     offsets: dict[int, tuple[int, int]] = {}
     parts: list[np.ndarray] = []
     total = height = 0
@@ -164,7 +165,8 @@ def _edges(
 
 
 def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """(live, begin, end, use, usage, room, when) over the rows that can be exceeded."""
+    """Return (live, begin, end, use, usage, room, when) over the rows that can be
+    exceeded."""
     rows = [_summed_by_range(net.rows[i]) for i in nodes]
     items = [(a, b, usage) for part in rows for a, b, usage in part]
     begin = np.array([a for a, _, _ in items], np.int64)
@@ -172,7 +174,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     top = np.array([usage.max() for _, _, usage in items])
     tight = spread(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
     tight |= net.room < 0
-    # Of rows in a stretch where nothing begins or ends, that with least room counts.
+    # Of rows in a stretch where nothing begins or ends, the one with least room counts.
     renamed = np.append(0, np.cumsum(tight))
     begin, end, room = renamed[begin], renamed[end], net.room[tight]
     lives = begin < end
@@ -204,7 +206,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
 
 
 def _summed_by_range(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
-    """Entries of one node over the same rows as one."""
+    """Return the entries of one node with those over the same rows summed."""
     summed: dict[tuple[int, int], np.ndarray] = {}
     for a, b, usage in rows:
         summed[a, b] = summed[a, b] + usage if (a, b) in summed else usage
@@ -212,7 +214,7 @@ def _summed_by_range(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
 
 
 def cost_of(flat: Flat, choice: np.ndarray) -> float:
-    """Cost of a choice per node, inf if forbidden."""
+    """Return the cost of a choice per node, inf if forbidden."""
     work_clock.did(flat.look_seconds)
     total = flat.unary[flat.at[:-1] + choice].sum()
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
@@ -223,7 +225,7 @@ def cost_of(flat: Flat, choice: np.ndarray) -> float:
 
 
 def usage_of(flat: Flat, choice: np.ndarray) -> np.ndarray:
-    """(rows,) what a choice occupies of each row."""
+    """Return (rows,) the usage of each row by a choice."""
     work_clock.did(flat.look_seconds)
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
     used = flat.usage[flat.use + choice[owner]]
@@ -231,5 +233,5 @@ def usage_of(flat: Flat, choice: np.ndarray) -> np.ndarray:
 
 
 def fits(flat: Flat, used: np.ndarray) -> bool:
-    """Whether usages are within their rooms, up to rounding."""
+    """Return whether usages are within their rooms, up to rounding."""
     return bool((used <= flat.room + flat.slack).all())

@@ -1,12 +1,12 @@
-"""HiGHS with a limit of work that holds, and one of wall-clock time far behind it.
+"""Runs HiGHS with a limit of work that holds, and one of wall-clock time far above it.
 
-In: a mixed-integer program as arrays, and seconds of work (``work_clock``). Out: what
-HiGHS says, or None if it did not answer. HiGHS can be told how many steps it may take
-for a relaxation, and how many nodes for a program, but not how long for the first of
-them: so the relaxation is solved first, and where many of its variables are no
-integers, which is what the first node takes long for, the program is left
-(``highs_process``). Larger programs run in a worker process, started when first needed
-and kept, so that one can end it where wall-clock time is up.
+In: a mixed-integer program as arrays, and seconds of work (``work_clock``). Out: the
+answer of HiGHS, or None if it did not answer. HiGHS has limits on the steps of a
+relaxation and on the nodes of a program, but none on the time of the first node: so the
+relaxation is solved first, and if many of its variables are no integers, so that the
+first node would take long, the program is left (``highs_process``). Larger programs run
+in a worker process, started when first needed and kept, so that it can be ended when
+wall-clock time is up. Never: waits longer than wall-clock time allows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _running: dict[int, subprocess.Popen] = {}
 
 
 def _worker(deadline: float) -> subprocess.Popen | None:
-    """A worker that is ready, or None if none is by the deadline."""
+    """Return a worker that is ready, or None if none is by the deadline."""
     running = _running.get(os.getpid())
     if running is not None and running.poll() is None:
         return running
@@ -98,7 +98,8 @@ def _write(process: subprocess.Popen, data: bytes) -> None:
 
 
 def _read(process: subprocess.Popen, deadline: float) -> bytes | None:
-    """One message, or None at the deadline. Raises EOFError if the worker has ended."""
+    """Return one message, or None at the deadline. Raises EOFError if the worker has
+    ended."""
     assert process.stdout is not None
     pipe, data, length = process.stdout.fileno(), bytearray(), 8
     while len(data) < length:

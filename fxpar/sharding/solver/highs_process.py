@@ -1,7 +1,7 @@
-"""One mixed-integer program given to HiGHS, for so many seconds of work.
+"""Gives one mixed-integer program to HiGHS, for a number of seconds of work.
 
 In: a program as arrays. Out: ``HighsOutcome``. As a script this file answers programs
-from standard input, and imports nothing of the package, so that it starts soon.
+from standard input. Never: imports anything of the package, so that it starts soon.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ INSIDE = 500
 # Seconds of work of a relaxation: of an entry of its matrix, of a step of its simplex
 # method.
 _ENTRY, _STEP = 3e-6, 2e-5
-# What an integer is off by rounding.
+# How far rounding may put an integer off.
 _ROUNDING = 1e-7
-# Of the first node of a program: in those of its relaxation, and besides, of an entry
-# for each variable that is no integer there, times their share of all that should be.
-# Of each further node, in those of the first.
+# Seconds of work of the first node of a program, as a multiple of those of its
+# relaxation; in addition, for each entry and each variable that is no integer there,
+# times their share of all that should be. Of each further node, as a multiple of the
+# first.
 _FIRST, _BROKEN, _NODE = 2.0, 1e-6, 0.5
 
 
 class HighsOutcome(NamedTuple):
-    """``status`` as scipy.optimize.milp has it (0 optimal, 2 infeasible)."""
+    """Is an answer of HiGHS; ``status`` as in scipy.optimize.milp (0 optimal, 2
+    infeasible)."""
 
     status: int
     # The best point or None.
     x: np.ndarray | None
     # The dual bound or None.
     bound: float | None
-    # Seconds of work it was.
+    # Seconds of work that it took.
     work: float
 
 
 def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
-    """What HiGHS says of a program (``highs.run``) in about so many seconds of work; of
-    one that would take longer, the bound of its relaxation."""
+    """Return the answer of HiGHS to a program (``highs.run``) in about ``seconds`` of
+    work; for one that would take longer, the bound of its relaxation."""
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
     equal, right, below = program["equal"], program["right"], program["below"]
@@ -93,11 +95,11 @@ def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:
 
 def _serve() -> None:
     """Answer programs from standard input until it closes."""
-    import scipy.optimize  # noqa: F401  loaded before "ready" is said
+    import scipy.optimize  # noqa: F401  loaded before "ready" is sent
 
     take = os.fdopen(os.dup(0), "rb")
     give = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what HiGHS prints must not get between the answers
+    os.dup2(2, 1)  # text that HiGHS prints must not get between the answers
 
     def answer(data: bytes) -> None:
         give.write(len(data).to_bytes(8, "little") + data)

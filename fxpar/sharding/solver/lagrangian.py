@@ -1,4 +1,5 @@
-"""Prices on memory rows: a lower bound for choices that fit, and choices near them.
+"""Puts prices on memory rows: a lower bound for choices that fit, and choices near
+them.
 
 In: a Flat with memory rows and a clock. Out: prices, the bound they prove, and the
 cheapest choice met that fits. The bound is that of message passing on costs plus priced
@@ -9,14 +10,14 @@ Steps: Polyak's, with a deflected subgradient (Camerini, Fratta and Maffioli, "O
 improving relaxation methods by modified gradient techniques", 1975).
 
 For small problems columns are quicker (``generate``): a linear program over the choices
-met so far says what prices would be best if there were no others; message passing at
-prices between these and the best ones answers with another choice (Kelley's cutting
+met so far gives the prices that would be best if there were no others; message passing
+at prices between these and the best ones answers with another choice (Kelley's cutting
 planes, J. SIAM 8, 1960, for the dual; the prices in between are Wentges's, Int. Trans.
-Oper. Res. 4, 1997). Never claims a bound that message passing has not proved.
+Oper. Res. 4, 1997). Never: claims a bound that message passing has not proved.
 
-Where nothing may fit, ``least_excess`` says how far over the limit one must go: a
+Where nothing may fit, ``least_excess`` finds how far over the limit one must go: a
 choice whose largest excess over a row's room is small, and a lower bound on the largest
-excess of any choice; a positive bound proves that nothing fits. Costs are left aside,
+excess of any choice; a positive bound proves that nothing fits. Costs are ignored,
 except that forbidden stays forbidden. The bound is a zero-sum game of choices against
 weights on rows, played by multiplicative weights (Arora, Hazan and Kale, Theory of
 Computing 8, 2012).
@@ -35,31 +36,31 @@ import numpy as np
 from fxpar.sharding.solver import message_passing, work_clock
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
-# Seconds of work of a usage that is priced.
+# Seconds of work of pricing one usage.
 _PRICE = 6e-9
-# How many decodings are remembered.
+# The most decodings that are kept.
 _MOST_DECODINGS = 16
 
 
 @dataclass
 class Priced:
-    """What prices on memory rows have shown."""
+    """Holds the results of a search of prices on memory rows."""
 
-    # (rows,) >= 0, those of the best bound.
+    # (rows,) >= 0, the prices of the best bound.
     prices: np.ndarray
-    # That no choice within memory costs less than; the best so far.
+    # The best bound so far: no choice within memory costs less.
     bound: float
     # The cheapest that fits among those met, or None.
     choice: np.ndarray | None
-    # Of that choice; infinite if there is none.
+    # Cost of that choice; infinite if there is none.
     cost: float
-    # The last few decodings that are allowed, by what they cost at these prices, those
-    # that fit and those that do not in turn.
+    # The last few decodings that are allowed, by cost at these prices, those that fit
+    # and those that do not in turn.
     decodings: list[np.ndarray] = field(default_factory=list)
 
 
 def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
-    """Unary costs plus what each strategy's usage costs at these prices."""
+    """Return unary costs plus the price of each strategy's usage."""
     work_clock.did(_PRICE * len(flat.usage))
     total = np.append(0.0, np.cumsum(prices))
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
@@ -73,7 +74,7 @@ def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
 
 
 def prices_at(flat: Flat, price_at: Sequence[tuple[int, float]]) -> np.ndarray:
-    """(rows,) prices given by time, each at the row that has begun by then."""
+    """Return (rows,) prices given by time, each at the row that has begun by then."""
     out = np.zeros(len(flat.room))
     for when, price in price_at:
         if len(out):
@@ -82,7 +83,8 @@ def prices_at(flat: Flat, price_at: Sequence[tuple[int, float]]) -> np.ndarray:
 
 
 def prices_by_moment(flat: Flat, prices: np.ndarray) -> tuple[tuple[int, float], ...]:
-    """(time, price) of the rows that have a price: what ``prices_at`` takes."""
+    """Return (time, price) of the rows that have a price, as ``prices_at`` takes
+    them."""
     where = np.flatnonzero(prices).tolist()
     return tuple((int(flat.when[r]), float(prices[r])) for r in where)
 
@@ -97,7 +99,7 @@ def raise_prices(
     tolerance: float = 1e-6,
 ) -> Priced:
     """Ascend the bound until it is within ``tolerance`` of ``target`` (the cost of a
-    known choice), steps become tiny, or the deadline. ``prices``: those to begin
+    known choice), steps become tiny, or the deadline. ``prices``: the prices to begin
     with."""
     state = message_passing.start(flat)
     prices = np.zeros(len(flat.room)) if prices is None else prices.copy()
@@ -145,8 +147,8 @@ def raise_prices(
 def in_turn(
     flat: Flat, prices: np.ndarray, decodings: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Choices, cheapest at the prices first: one that fits and one that does not in
-    turn."""
+    """Return choices, cheapest at the prices first: one that fits and one that does not
+    in turn."""
     order: tuple[list, list] = ([], [])
     for number, choice in enumerate(decodings):
         used = usage_of(flat, choice)
@@ -157,14 +159,15 @@ def in_turn(
 
 
 def _ceiling(flat: Flat) -> float:
-    """More than any allowed choice costs."""
+    """Return more than any allowed choice costs."""
     allowed = flat.pool[np.isfinite(flat.pool)]
     top = float(np.abs(allowed).max(initial=0)) * len(flat.other)
     return top + 2 * float(np.abs(flat.unary).sum()) + abs(flat.constant) + 1e-300
 
 
 def _note(best: Priced, flat: Flat, state: message_passing.Messages) -> np.ndarray:
-    """Remember the decoding if it is the cheapest that fits; its usage of rows."""
+    """Keep the decoding, and as the best if it is the cheapest that fits; return its
+    usage."""
     choice = state.choice.copy()
     usage = usage_of(flat, choice)
     if math.isfinite(cost_of(flat, choice)):
@@ -177,16 +180,16 @@ def _note(best: Priced, flat: Flat, state: message_passing.Messages) -> np.ndarr
     return usage
 
 
-# Sweeps at each prices; how near prices stay to the best ones; rounds without a new
-# choice that end it.
+# Sweeps at each vector of prices; weight of the best prices in the next; rounds without
+# a new choice that end it.
 _SWEEPS, _STAY, _IDLE = 10, 0.5, 3
 
 
 def generate(
     flat: Flat, deadline: float, prices: np.ndarray, tolerance: float = 1e-5
 ) -> Priced:
-    """Prices from ``prices`` on, until no choice met later can raise the bound by more
-    than ``tolerance`` of it, nothing new is met, or the deadline."""
+    """Return prices, starting from ``prices``, when no choice met later can raise the
+    bound by more than ``tolerance`` of it, nothing new is met, or at the deadline."""
     state = message_passing.start(flat)
     best = Priced(prices, -math.inf, None, math.inf)
     decodings: dict[bytes, tuple[np.ndarray, float, np.ndarray]] = {}
@@ -218,7 +221,8 @@ def generate(
 
 
 def _meet(flat: Flat, best: Priced, decodings: dict, choice: np.ndarray) -> None:
-    """Remember a choice that is allowed, and the cheapest that fits."""
+    """Keep a choice if it is allowed, and as the best if it is the cheapest that
+    fits."""
     cost, key = cost_of(flat, choice), choice.tobytes()
     if key in decodings or not math.isfinite(cost):
         return
@@ -229,8 +233,8 @@ def _meet(flat: Flat, best: Priced, decodings: dict, choice: np.ndarray) -> None
 
 
 def _master(flat: Flat, decodings: list, most: float) -> tuple[float, np.ndarray]:
-    """(bound, prices) that would be the best if there were no other choices; the price
-    of all room is ``most`` at most."""
+    """Return (bound, prices) that would be the best if there were no other choices; the
+    price of all room is ``most`` at most."""
     from scipy.optimize import linprog
 
     costs = np.array([cost for _, cost, _ in decodings])
@@ -257,17 +261,17 @@ def _master(flat: Flat, decodings: list, most: float) -> tuple[float, np.ndarray
 
 
 class Excess(NamedTuple):
-    """How far over the limit the best choice met is, and any must be."""
+    """Says how far over the limit the best choice met is, and any must be."""
 
-    # That of least ``excess`` met (None: none was allowed).
+    # The choice of least ``excess`` met (None: none was allowed).
     choice: np.ndarray | None
     excess: float
-    # No choice has less.
+    # No choice has less excess.
     bound: float
 
 
 def without_costs(flat: Flat) -> Flat:
-    """The same Flat in which whatever is allowed is free."""
+    """Return the same Flat in which all that is allowed is free."""
     pool, low, high = (
         np.where(np.isinf(part), np.inf, 0.0)
         for part in (flat.pool, flat.low, flat.high)

@@ -1,7 +1,7 @@
-"""Message passing on a Flat: a lower bound, and choices read off the messages.
+"""Passes messages on a Flat: finds a lower bound, and choices read off the messages.
 
 In: a Flat and a clock. Out: the best bound and the cheapest allowed choice met. With
-prices on memory rows the bound holds for choices that fit. Never proves that nothing
+prices on memory rows the bound holds for choices that fit. Never: proves that nothing
 fits.
 """
 
@@ -20,21 +20,22 @@ from fxpar.sharding.solver.problem import Edge, Problem
 
 @dataclass
 class Messages:
-    """The state of message passing on one Flat: messages and the last decoding."""
+    """Is the state of message passing on one Flat: messages and the last decoding."""
 
-    # Whose edges pass them.
+    # The Flat whose edges pass them.
     flat: Flat
-    # By entry, as ``Flat.message`` says.
+    # All messages; those of an entry begin at its ``Flat.message``.
     values: np.ndarray
     # The last decoding, by node.
     choice: np.ndarray
-    # (strategies,) how much a strategy of a node raises the bound; the bound before the
-    # last pass plus this holds for every choice with the strategy, since each chain
+    # (strategies,) how much a strategy of a node raises the bound; this plus the bound
+    # before the last pass holds for every choice with the strategy, since each chain
     # through the node then costs its min-marginal (reduced cost).
     excess: np.ndarray
 
     def sweep(self, unary: np.ndarray, rounds: int) -> float:
-        """Pass messages; the bound for these unary costs, without the constant."""
+        """Pass messages; return the bound for these unary costs, without the
+        constant."""
         from fxpar.sharding.solver import numba_loops
 
         f = self.flat
@@ -60,7 +61,7 @@ class Messages:
         return float(bound)
 
     def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> int:
-        """Improve a choice in place by single moves; how many there were."""
+        """Improve a choice in place by single moves; return how many there were."""
         from fxpar.sharding.solver import numba_loops
 
         f = self.flat
@@ -86,9 +87,9 @@ def converge(
     patience: int = 60,
     enough: float = math.inf,
 ) -> tuple[float, float]:
-    """Sweep until the bound stalls or is ``enough``, or the deadline: (the bound, that
-    before the last sweep, to which ``state.excess`` belongs), both without the
-    constant."""
+    """Sweep until the bound stalls or is ``enough``, or the deadline. Return the bound,
+    and the one before the last sweep, to which ``state.excess`` belongs, both without
+    the constant."""
     bound = before = state.sweep(unary, 1)
     rounds, stalled = 2, 0
     while True:
@@ -103,7 +104,7 @@ def converge(
 
 
 def start(flat: Flat) -> Messages:
-    """Messages of zero."""
+    """Return messages of zero."""
     return Messages(
         flat,
         np.zeros(flat.messages),
@@ -119,7 +120,7 @@ def pass_messages(
     tolerance: float = 1e-9,
     patience: int = 60,
 ) -> tuple[np.ndarray | None, float, float]:
-    """(cheapest allowed choice met or None, its cost, bound), memory left aside.
+    """Return (cheapest allowed choice met or None, its cost, bound), ignoring memory.
 
     Ends when the gap is within ``tolerance`` of the cost, when ``patience`` sweeps in a
     row raised the bound by less than a ten thousandth of the gap, or at the deadline.

@@ -1,12 +1,12 @@
-"""A Flat as a mixed-integer program, solved by HiGHS.
+"""Turns a Flat into a mixed-integer program, which HiGHS solves.
 
 In: a Flat and a deadline. Out: a choice, if one was found, and a lower bound. Edge
 variables are continuous and tied to strategies by equality marginals, the strongest
 pairwise relaxation; forbidden pairs have no variable. Memory rows are added when they
-are exceeded. Never returns a choice that does not fit.
+are exceeded. Never: returns a choice that does not fit.
 
-The form is that of Shlezinger's local polytope as used by Zheng et al., "Alpa",
-OSDI 2022, section 4.2, with the inequalities made equalities.
+The form is that of Shlezinger's local polytope as used by Zheng et al., "Alpa", OSDI
+2022, section 4.2, with the inequalities made equalities.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 
 class MilpSolution(NamedTuple):
-    """What an integer program has shown."""
+    """Is the answer of an integer program."""
 
-    # One that fits, or None.
+    # A choice that fits, or None.
     choice: np.ndarray | None
     # No choice that fits costs less.
     bound: float
-    # The choice is optimal, or, without one, there is none that fits.
+    # Whether the choice is optimal, or, without one, there is none that fits.
     proved: bool
 
 
 def variables(flat: Flat) -> int:
-    """How many variables the program would have, at most."""
+    """Return how many variables the program would have, at most."""
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
     pairs = int((flat.size[owner] * flat.size[flat.other]).sum()) // 2
     return int(flat.size.sum()) + pairs
@@ -43,8 +43,8 @@ def solve_program(
 ) -> MilpSolution:
     """Solve until proved to a relative ``gap`` or the work passes ``deadline``.
 
-    ``magnitude``: about what the optimum costs; HiGHS's absolute tolerances are set by
-    it.
+    ``magnitude``: about the cost of the optimum, which sets HiGHS's absolute
+    tolerances.
     """
     from scipy import sparse
 
@@ -89,7 +89,7 @@ def solve_program(
 
 
 def _program(flat: Flat):
-    """(cost per variable, marginal matrix, its right-hand side)."""
+    """Return (cost per variable, marginal matrix, its right-hand side)."""
     from scipy import sparse
 
     count, singles = len(flat.size), len(flat.unary)
@@ -123,7 +123,7 @@ def _program(flat: Flat):
 
 
 def _memory_rows(flat: Flat, rows: np.ndarray):
-    """(rows, strategies) sparse matrix of usages at some rows."""
+    """Return (rows, strategies) a sparse matrix of usages at some rows."""
     from scipy import sparse
 
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
@@ -143,7 +143,8 @@ def _memory_rows(flat: Flat, rows: np.ndarray):
 
 
 def _first_rows(flat: Flat) -> np.ndarray:
-    """All rows if they are few; else none, and those that matter are added."""
+    """Return all rows if they are few; else none, and those that matter are added
+    later."""
     count = len(flat.room)
     entries = int((flat.end - flat.begin).sum())
     if count <= 200 and entries <= 50_000:
@@ -152,7 +153,8 @@ def _first_rows(flat: Flat) -> np.ndarray:
 
 
 def _exceeded(flat: Flat, choice: np.ndarray, most: int = 40) -> np.ndarray:
-    """Rows a choice exceeds: local peaks of the excess, largest first, ``most``."""
+    """Return rows a choice exceeds: local peaks of the excess, largest first, ``most``
+    of them."""
     used = usage_of(flat, choice)
     if fits(flat, used):
         return np.zeros(0, np.int64)
@@ -164,7 +166,7 @@ def _exceeded(flat: Flat, choice: np.ndarray, most: int = 40) -> np.ndarray:
 
 
 def _read(flat: Flat, x: np.ndarray) -> np.ndarray:
-    """The strategy with the largest variable of each node."""
+    """Return the strategy with the largest variable of each node."""
     pick = [
         int(np.argmax(x[a:b])) for a, b in zip(flat.at[:-1], flat.at[1:], strict=True)
     ]

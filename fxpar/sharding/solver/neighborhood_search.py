@@ -1,8 +1,8 @@
-"""Large neighbourhood search: some nodes are chosen anew while the rest stay.
+"""Searches large neighbourhoods: some nodes are chosen anew while the rest stay.
 
 In: a Flat, a choice that fits, a clock. Out: a choice that fits and costs no more. A
-window is a set of free nodes; what the others cost and occupy is folded into it, it is
-reduced exactly and given to the integer program. Never leaves the limit.
+window is a set of free nodes; costs and usages of the others are folded into it, it is
+reduced exactly and given to the integer program. Never: leaves the limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
 _SHARES = (0.2, 0.35, 0.6, 1.0)
 # Seconds of work of a node or edge in a window.
 _RESTRICT = 1.4e-5
-# Choices that are combined with the best one.
+# The most choices that are combined with the best one.
 _COMBINED = 4
 
 
@@ -38,8 +38,8 @@ def improve(
     seed: int = 0,
     tolerance: float = 1e-9,
 ) -> tuple[np.ndarray, int]:
-    """(a choice at least as good, windows solved), working until the gap to ``bound``
-    is within ``tolerance`` or the deadline.
+    """Return a choice at least as good and the number of windows solved, working until
+    the gap to ``bound`` is within ``tolerance`` or the deadline.
 
     ``merit``: (strategies,) how much worse than its node's best each looks, by which
     some windows leave strategies out, to be larger.
@@ -82,10 +82,9 @@ def improve(
 def around(
     flat: Flat, choice: np.ndarray, nodes: list[int], deadline: float, seed: int = 0
 ) -> np.ndarray | None:
-    """The choice with windows that contain ``nodes`` chosen anew, each about three
-    times the last, until three in a row bring nothing or the deadline; None if none
-    fits.
-    ``choice`` itself may exceed the limit or be forbidden."""
+    """Return the choice with windows that contain ``nodes`` chosen anew; None if none
+    fits. Each window is about three times the last, until three in a row bring nothing
+    or the deadline. ``choice`` itself may exceed the limit or be forbidden."""
     random = np.random.default_rng(seed)
     weight = variables_of(flat, np.ones(len(flat.unary), bool))
     fitting = math.isfinite(cost_of(flat, choice)) and fits(
@@ -116,8 +115,8 @@ def around(
 def combine(
     flat: Flat, choice: np.ndarray, other_choices: Sequence[np.ndarray], deadline: float
 ) -> np.ndarray | None:
-    """The best choice met in which every node does as in ``choice`` or in one of the
-    first few of ``other_choices``; None if none fits and is better."""
+    """Return the best choice met in which every node does as in ``choice`` or in one of
+    the first few of ``other_choices``; None if none fits and is better."""
     keep = np.zeros(len(flat.unary), bool)
     for option in [choice, *other_choices[:_COMBINED]]:
         keep[flat.at[:-1] + option] = True
@@ -132,8 +131,8 @@ def solve_window(
     deadline: float,
     keep: np.ndarray | None = None,
 ) -> tuple[np.ndarray | None, bool]:
-    """(the choice with the free nodes chosen anew or None, whether that is optimal),
-    among the strategies of the mask ``keep``."""
+    """Return the choice with the free nodes chosen anew among the strategies of the
+    mask ``keep`` (or None), and whether that is optimal."""
     net = restrict(flat, choice, free)
     try:
         if keep is not None and not keep.all():
@@ -165,7 +164,7 @@ def solve_window(
 def _settle(
     core: Flat, magnitude: float, deadline: float
 ) -> tuple[np.ndarray | None, bool]:
-    """(the best choice found that fits or None, whether that is proved)."""
+    """Return the best choice found that fits or None, and whether that is proved."""
     if not len(core.size):
         empty = np.zeros(0, np.int64)
         return (empty if fits(core, np.zeros(len(core.room))) else None), True
@@ -179,7 +178,7 @@ def _settle(
 
 
 def _inner_cost(net: Network, choice: Sequence) -> float:
-    """What a choice costs in a Network of which nothing is eliminated."""
+    """Return the cost of a choice in a Network of which nothing is eliminated."""
     total = sum(float(net.unary[i][k]) for i, k in enumerate(choice))
     edges = [
         (i, j, table) for i, near in enumerate(net.adj) for j, table in near.items()
@@ -188,7 +187,8 @@ def _inner_cost(net: Network, choice: Sequence) -> float:
 
 
 def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
-    """The Network of the free nodes (numbered in their order) with the others fixed."""
+    """Return the Network of the free nodes (numbered in their order) with the others
+    fixed."""
     place = {int(i): k for k, i in enumerate(free)}
     work_clock.did(_RESTRICT * len(free) * (1 + len(flat.other) / len(flat.size)))
     unary, arrays = [], {}
@@ -234,7 +234,8 @@ def _used_by(flat: Flat, choice: np.ndarray, free: np.ndarray) -> np.ndarray:
 def _keep(
     flat: Flat, choice: np.ndarray, merit: np.ndarray, share: float
 ) -> np.ndarray:
-    """(strategies,) mask of a share of all strategies: the chosen, and the best."""
+    """Return (strategies,) a mask of a share of all strategies: the chosen, and the
+    best."""
     cut = np.partition(merit, min(int(share * len(merit)), len(merit) - 1))
     keep = merit <= cut[min(int(share * len(merit)), len(merit) - 1)]
     keep[flat.at[:-1] + choice] = True
@@ -242,8 +243,8 @@ def _keep(
 
 
 def variables_of(flat: Flat, keep: np.ndarray) -> np.ndarray:
-    """(nodes,) each node's share of an integer program's variables, where the mask
-    ``keep`` leaves each node some strategies."""
+    """Return (nodes,) each node's share of an integer program's variables, where the
+    mask ``keep`` leaves each node some strategies."""
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
     size = np.add.reduceat(keep.astype(np.int64), flat.at[:-1])
     pairs = size[owner] * size[flat.other]
@@ -253,7 +254,8 @@ def variables_of(flat: Flat, keep: np.ndarray) -> np.ndarray:
 def _grow(
     flat: Flat, seeds: list[int], weight: np.ndarray, target: float, random
 ) -> list[int]:
-    """Nodes reached from seeds by random steps over edges until ``target`` is full."""
+    """Return nodes reached from seeds by random steps over edges until ``target`` is
+    full."""
     reached, total = set(seeds), float(weight[seeds].sum())
     front = list(seeds)
     while front and total < target:
@@ -273,13 +275,14 @@ def _grow(
 
 
 def _ball(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
-    """A random connected set."""
+    """Return a random connected set."""
     seeds = [int(random.integers(len(flat.size)))]
     return np.array(_grow(flat, seeds, weight, target, random), np.int64)
 
 
 def _living(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
-    """Random nodes among those alive at one tight row, as they trade memory there."""
+    """Return random nodes among those alive at one tight row, as they trade memory
+    there."""
     if not len(flat.room):
         return _ball(flat, choice, weight, target, random)
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
@@ -293,7 +296,7 @@ def _living(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarra
 
 
 def _mixed(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
-    """Connected sets around a few nodes alive at one tight row."""
+    """Return connected sets around a few nodes alive at one tight row."""
     seeds = _living(flat, choice, weight, target, random)
     few = random.permutation(seeds)[: int(random.integers(1, 6))]
     return np.array(_grow(flat, few.tolist(), weight, target, random), np.int64)

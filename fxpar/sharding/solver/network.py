@@ -1,8 +1,8 @@
-"""The form every phase works on: a pairwise network with forbidden pairs as inf.
+"""Defines the form every phase works on: a pairwise network, forbidden pairs being inf.
 
 In: a Problem. Out: a Network without self edges, parallel edges, or strategies that no
 choice can use; its memory in rows that matter. Changes keep the least cost and are
-written on a trail, by which a choice of the Network becomes one of the Problem. Never
+written on a trail, by which a choice of the Network becomes one of the Problem. Never:
 looks for a choice itself.
 """
 
@@ -23,46 +23,48 @@ T = TypeVar("T")
 _BUILD = 2e-6
 # (first row, row after the last, usage per strategy)
 Row = tuple[int, int, np.ndarray]
-# Sets the choice of an eliminated node, given that of those eliminated later or never;
-# choices here are the Problem's numbers.
+# Sets the choice of an eliminated node, given the choices of nodes eliminated later or
+# never; choices here are the Problem's numbers.
 Undo = Callable[[list[int]], None]
 
 
 class Tables:
-    """Derived tables, made once for every edge that shares their source."""
+    """Caches derived tables, each made once for every edge that shares its source."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple, tuple[object, Any]] = {}
         self._dead: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def once(self, key: tuple, sources: object, make: Callable[[], T]) -> T:
-        """What is made for a key; ``sources`` are kept alive, since keys hold ids."""
+        """Return the object made for a key; ``sources`` are kept alive, since keys hold
+        ids."""
         entry = self._tables.get(key)
         if entry is None:
             entry = self._tables[key] = (sources, make())
         return entry[1]
 
     def flip(self, table: np.ndarray) -> np.ndarray:
-        """The transposed table; flipping it again gives back the same object."""
+        """Return the transposed table; flipping it again gives back the same object."""
         if ("flip", id(table)) not in self._tables:
             self.pair(table, np.ascontiguousarray(table.T))
         return self._tables["flip", id(table)][1]
 
     def pair(self, table: np.ndarray, flipped: np.ndarray) -> None:
-        """Let a table and its transposed one know of each other."""
+        """Register a table and its transposed one with each other."""
         self._tables["flip", id(table)] = (table, flipped)
         self._tables["flip", id(flipped)] = (flipped, table)
 
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Elementwise sum."""
+        """Return the elementwise sum."""
         return self.once(("add", id(a), id(b)), (a, b), lambda: a + b)
 
     def rows(self, a: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The rows of an index array."""
+        """Return the rows of an index array."""
         return self.once(("rows", id(a), index.tobytes()), a, lambda: a[index])
 
     def dead(self, a: np.ndarray) -> np.ndarray | None:
-        """(rows,) whether every entry of a row is forbidden; None if of no row."""
+        """Return (rows,) whether every entry of a row is forbidden; None if of no
+        row."""
         entry = self._dead.get(id(a))
         if entry is None:
             rows = np.isinf(a).all(1)
@@ -72,9 +74,9 @@ class Tables:
 
 @dataclass
 class Network:
-    """Nodes, edges as ``adj[i][j]`` of shape (K_i, K_j) with ``adj[j][i]`` its flip,
-    and memory rows: at each row r, which is for the Problem's time ``times[r]``, the
-    summed usage is at most ``room[r]``.
+    """Holds nodes, edges as ``adj[i][j]`` of shape (K_i, K_j) with ``adj[j][i]`` its
+    flip, and memory rows: at each row r, which is for the Problem's time ``times[r]``,
+    the summed usage is at most ``room[r]``.
 
     ``names[i]``: the Problem's number of each strategy left, ascending.
     """
@@ -83,27 +85,27 @@ class Network:
     unary: list[np.ndarray]
     # Tables of the edges, by node and neighbour.
     adj: list[dict[int, np.ndarray]]
-    # Of each node, the memory rows that it is in.
+    # The memory rows that each node is in.
     rows: list[list[Row]]
-    # By memory row.
+    # The most that each memory row may hold.
     room: np.ndarray
-    # Derived once for all edges that share a source.
+    # Tables derived once for all edges that share a source.
     tables: Tables
     # Numbers of the strategies that are left.
     names: list[np.ndarray]
     # Nodes not yet eliminated.
     alive: set[int]
-    # The cost of the others.
+    # The cost of eliminated nodes.
     constant: float = 0.0
     # How far rounding may put a summed usage above its room.
     slack: float = 0.0
-    # By memory row.
+    # The Problem's time of each memory row.
     times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # How eliminated nodes are chosen, in order of elimination.
     trail: list[Undo] = field(default_factory=list)
 
     def size(self, i: int) -> int:
-        """How many strategies a node has left."""
+        """Return how many strategies a node has left."""
         return len(self.unary[i])
 
     def connect(self, i: int, j: int, table: np.ndarray) -> None:
@@ -129,7 +131,7 @@ class Network:
             self.adj[j][i] = self.tables.flip(cut)
 
     def expand(self, choice: Mapping[int, int]) -> tuple[int, ...]:
-        """The Problem's choice, from the position chosen for each node alive."""
+        """Return the Problem's choice, from the position chosen for each node alive."""
         out = [0] * len(self.names)
         for i, k in choice.items():
             out[i] = int(self.names[i][k])
@@ -139,7 +141,7 @@ class Network:
 
 
 def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
-    """The Network of a Problem, with some nodes pinned to a strategy.
+    """Return the Network of a Problem, with some nodes pinned to a strategy.
 
     Raises Infeasible if no choice is allowed, whatever the limit.
     """
@@ -179,8 +181,8 @@ def consistent(
     net: Network, nodes: Iterable[int] = (), edges: Iterable[tuple[int, int]] = ()
 ) -> set[int]:
     """Remove strategies whose own cost is inf and those that an edge forbids with all
-    of the other end's, starting from the given nodes and edges; the nodes that lost
-    one. Raises Infeasible if a node loses all."""
+    of the other end's, starting from the given nodes and edges; return the nodes that
+    lost one. Raises Infeasible if a node loses all."""
     pending: dict[int, np.ndarray] = {}
 
     def mark(i: int, bad: np.ndarray | None) -> None:
@@ -204,7 +206,7 @@ def consistent(
 
 
 def _lay_rows(net: Network, problem: Problem) -> None:
-    """Rows at the times that could exceed the limit and at which no other time's
+    """Add rows at the times that could exceed the limit and at which no other time's
     live set includes this one's."""
     assert problem.limit is not None
     live = [
@@ -230,7 +232,7 @@ def _lay_rows(net: Network, problem: Problem) -> None:
 
 
 def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The begin times after which something ends before anything else begins."""
+    """Return the begin times after which something ends before anything else begins."""
     starts = np.unique(begin)
     ends = np.unique(end)
     # Ends in (start, next start].
@@ -244,7 +246,7 @@ def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 def spread(
     first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
 ) -> np.ndarray:
-    """(count,) sums of amounts over their half-open ranges of rows."""
+    """Return (count,) sums of amounts over their half-open ranges of rows."""
     change = np.zeros(count + 1)
     np.add.at(change, first, amount)
     np.add.at(change, last, -amount)

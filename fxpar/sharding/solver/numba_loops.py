@@ -1,9 +1,9 @@
-"""The inner loops: message passing and descent over flat arrays.
+"""Runs the inner loops: message passing and descent over flat arrays.
 
 In: the arrays of a Flat (see there for their layout). Out: arrays written in place, a
 bound or a count. Compiled by numba at first call and kept on disk; where numba is not
-installed the same loops run in Python, right but slow. Imported by who calls it only
-when there is something to compute, since importing numba takes time.
+installed the same loops run in Python, right but slow. Never: imported at the head of a
+module, since importing numba takes time.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def sweep(
     excess,
     rounds,
 ):
-    """``rounds`` passes of TRW-S there and back; the lower bound after the last.
+    """Run ``rounds`` passes of TRW-S there and back; return the lower bound after the
+    last.
 
     ``messages`` is updated in place (start from zeros); ``choice`` becomes the decoding
     of the last forward pass; ``excess``: how much higher the bound before the last pass
@@ -149,7 +150,7 @@ def sweep(
 
 @_compiled
 def _decode(i, costs, first, other, table, pair, message, pool, messages, choice):
-    """The best strategy given the choices of earlier nodes, which replace their
+    """Choose the best strategy given the choices of earlier nodes, which replace their
     messages."""
     k = len(costs)
     best = np.inf
@@ -170,8 +171,8 @@ def _decode(i, costs, first, other, table, pair, message, pool, messages, choice
 @_compiled
 def descend(size, at, unary, first, other, table, pair, pool, choice, rounds):
     """Move single nodes to their best strategy until nothing changes, at most
-    ``rounds`` times over all nodes; the number of moves. Never enters a forbidden pair
-    from an allowed choice."""
+    ``rounds`` times over all nodes; return the number of moves. Never enters a
+    forbidden pair from an allowed choice."""
     moves = 0
     for _ in range(rounds):
         changed = 0

@@ -1,8 +1,8 @@
-"""The problem the solver is given and the answer it gives, as plain data.
+"""Defines the problem the solver is given and the answer it gives, as plain data.
 
 In: costs, shared edge tables, memory entries. Out: a total cost and a peak for any
-choice, and the smaller problem in which tied nodes are one. Knows nothing of how a
-problem is solved, and nothing of graphs, tensors or meshes.
+choice, and the smaller problem in which tied nodes are one. Never: solves a problem, or
+looks at graphs, tensors or meshes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FORBIDDEN = 1e18
 
 
 class Live(NamedTuple):
-    """What a node occupies while it lives."""
+    """Is the memory a node occupies while it lives."""
 
-    # By number.
+    # Number of the node.
     node: int
     # The first time at which it lives.
     begin: int
@@ -34,19 +34,19 @@ class Live(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A cost on two nodes."""
+    """Is a cost on two nodes."""
 
-    # Its strategy is the row of the table.
+    # The node whose strategy is the row of the table.
     i: int
-    # Its strategy is the column; if it is ``i``, the diagonal counts.
+    # The node whose strategy is the column; if it is ``i``, the diagonal counts.
     j: int
-    # Number in ``Problem.tables``.
+    # Index in ``Problem.tables``.
     table: int
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Choose one strategy per node; the sum of costs is to be least."""
+    """Asks for one strategy per node such that the sum of costs is least."""
 
     # (K_i,) cost of each strategy of node i, K_i >= 1.
     costs: tuple[np.ndarray, ...]
@@ -55,7 +55,7 @@ class Problem:
     # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
     # (or >= 1e18) for "not allowed".
     tables: tuple[np.ndarray, ...] = ()
-    # What lives when.
+    # Which node occupies memory when.
     memory: tuple[Live, ...] = ()
     # The most that may live at any time, in the unit of ``Live.usage``; None: no limit.
     limit: float | None = None
@@ -76,53 +76,53 @@ class Problem:
 
 
 class SolverPhase(NamedTuple):
-    """One line of the log."""
+    """Is one line of the log."""
 
-    # Of the phase.
+    # Name of the phase.
     name: str
-    # That it took.
+    # Seconds that it took.
     seconds: float
-    # Of the best choice after it.
+    # Cost of the best choice after it.
     cost: float
-    # After it.
+    # Bound after it.
     bound: float
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice within the limit."""
+    """Is a choice within the limit."""
 
     # Strategy of each node.
     choice: tuple[int, ...]
-    # Of the choice.
+    # Cost of the choice.
     cost: float
     # No choice costs less.
     bound: float
     # (cost - bound) / |cost|.
     gap: float
-    # That solving took.
+    # Seconds that solving took.
     seconds: float
-    # It fits the limit.
+    # Whether it fits the limit.
     feasible: bool
     # The most memory in use at any time.
     peak: float
     # The log.
     notes: tuple[SolverPhase, ...] = ()
-    # (time, what a unit of memory is worth there), where the bound has some.
+    # (time, price of a unit of memory there), where the bound has prices.
     prices: tuple[tuple[int, float], ...] = ()
-    # The cost of what was found without the limit, where that was looked for.
+    # Cost of the best choice found without the limit, if one was searched for.
     unlimited: float | None = None
-    # Whether wall-clock time ended it: another run may have another answer.
+    # Whether wall-clock time ended the search: another run may answer otherwise.
     stopped: bool = False
 
 
 class Infeasible(FxparError, ValueError):
-    """No choice is allowed, or none was found that fits.
+    """Says that no choice is allowed, or none was found that fits.
 
     ``smallest``: the least peak reached; ``least``: no choice has a smaller peak than
-    this (the two are nan where pairs of strategies forbid every choice);
-    ``largest``: (node, usage) of the largest entries at the time of the peak;
-    ``choice``: the choice with the least peak reached.
+    this (the two are nan where pairs of strategies forbid every choice); ``largest``:
+    (node, usage) of the largest entries at the time of the peak; ``choice``: the choice
+    with the least peak reached.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Infeasible(FxparError, ValueError):
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
-    """(cost, peak usage) of a choice, straight from the definition; the cost is inf
-    where something is not allowed, the peak 0 where nothing lives."""
+    """Return (cost, peak usage) of a choice, straight from the definition; the cost is
+    inf where something is not allowed, the peak 0 where nothing lives."""
     parts = [float(c[k]) for c, k in zip(problem.costs, choice, strict=True)]
     tables = problem.tables
     parts += [float(tables[t][choice[i], choice[j]]) for i, j, t in problem.edges]
@@ -152,7 +152,8 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
 
 
 def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
-    """(largest summed usage, a time at which it is reached); (0, 0) without memory."""
+    """Return (largest summed usage, a time at which it is reached); (0, 0) without
+    memory."""
     entries = [m for m in problem.memory if m.begin < m.end]
     if not entries:
         return 0.0, 0
@@ -172,7 +173,7 @@ def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
 def largest_at(
     problem: Problem, choice: Sequence[int], time: int, count: int = 5
 ) -> list[tuple[int, float]]:
-    """(node, usage) of the entries that occupy most at a time, largest first."""
+    """Return (node, usage) of the entries that occupy most at a time, largest first."""
     live = [
         (m.node, float(m.usage[choice[m.node]]))
         for m in problem.memory
@@ -182,9 +183,11 @@ def largest_at(
 
 
 def tie(problem: Problem) -> tuple[Problem, list[int]]:
-    """(the problem in which tied nodes are one node, index of each old node in it).
+    """Return the problem in which tied nodes are one node, and the index of each old
+    node in it.
 
-    Costs of a group add up, so any choice costs there what it costs here, spread out.
+    Costs of a group add up, so a choice there costs as much as the same choice of all
+    tied nodes here.
     """
     assert problem.tied is not None
     heads = sorted(set(problem.tied))

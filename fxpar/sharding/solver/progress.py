@@ -1,7 +1,8 @@
-"""How far a search of the solver has come: its best choice and bound, clock and log.
+"""Tracks how far a search of the solver has come: its best choice and bound, clock and
+log.
 
 In: choices and bounds that phases offer. Out: the best of them as a Solution, or
-Infeasible raised. Takes no choice that does not fit, and no bound it is not given.
+Infeasible raised. Never: takes a choice that does not fit, or a bound it is not given.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from fxpar.sharding.solver.problem import (
 
 
 class Search:
-    """The best choice and bound so far, and the log."""
+    """Holds the best choice and bound so far, and the log."""
 
     def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.begun = self.lap = time.perf_counter()
         began = work_clock.now()
         self.enough = math.inf  # a bound that ends the search
-        # Phases may be late by what they do between two looks at the clock.
+        # Phases may be late by the work they do between two looks at the clock.
         self.deadline = began + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
         self.choice: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf
@@ -48,7 +49,8 @@ class Search:
         self.whole = all(np.all(np.isinf(x) | (x == np.rint(x))) for x in arrays)
 
     def offer(self, choice: Sequence[int] | None) -> bool:
-        """Take a choice of the Problem's nodes if it fits and is cheaper."""
+        """Take a choice of the Problem's nodes if it fits and is cheaper; return
+        whether it is."""
         if choice is None:
             return False
         cost, top = evaluate(self.problem, choice)
@@ -61,7 +63,7 @@ class Search:
     def raise_bound(self, bound: float) -> None:
         """Take a bound if it is higher. Whole costs have a whole optimum."""
         if bound == math.inf and self.choice is not None:
-            return  # what fits only within rounding, a program may call infeasible
+            return  # a choice that fits only within rounding may count as infeasible
         bound -= 1e-11 * abs(bound)
         if self.whole and math.isfinite(bound):
             bound = math.ceil(bound - 1e-6)
@@ -74,12 +76,12 @@ class Search:
         self.lap = now
 
     def seconds_left(self) -> float:
-        """Seconds of work until the deadline."""
+        """Return the seconds of work until the deadline."""
         return work_clock.left(self.deadline)
 
     def closed(self) -> bool:
-        """Whether the choice is proved to be within the tolerance of the optimum, or
-        the bound is enough."""
+        """Return whether the choice is proved to be within the tolerance of the
+        optimum, or the bound is enough."""
         if self.choice is None:
             return self.bound == math.inf
         if self.bound >= self.enough:
@@ -87,7 +89,7 @@ class Search:
         return self.cost - self.bound <= self.tolerance * abs(self.cost)
 
     def result(self) -> Solution:
-        """The Solution, or Infeasible raised."""
+        """Return the Solution, or raise Infeasible."""
         if self.choice is None:
             raise _nothing_fits(self)
         bound = min(self.bound, self.cost)
@@ -117,7 +119,7 @@ def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -
 
 
 def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
-    """The best choice in the Flat, or None if it is not there or not known."""
+    """Return the best choice in the Flat, or None if it is not there or not known."""
     if search.choice is None:
         return None
     choice = project(net, flat, search.choice)
@@ -126,8 +128,8 @@ def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
 
 
 def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
-    """A choice of the Problem in the Flat; strategies that were removed become the
-    first one left."""
+    """Return a choice of the Problem in the Flat; strategies that were removed become
+    the first one left."""
     out = np.zeros(len(flat.size), np.int64)
     for place, i in enumerate(flat.nodes.tolist()):
         at = np.flatnonzero(net.names[i] == choice[i])
@@ -136,7 +138,8 @@ def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
 
 
 def _nothing_fits(search: Search) -> Infeasible:
-    """The error for a problem without an answer, with the choice that came closest."""
+    """Return the error for a problem without an answer, with the choice that came
+    closest."""
     problem, near = search.problem, search.nearest
     if near is None:
         return Infeasible(

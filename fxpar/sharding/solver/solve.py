@@ -1,9 +1,9 @@
-"""From a Problem to a Solution: the phases, their order and their clock.
+"""Goes from a Problem to a Solution: the phases, their order and their clock.
 
 In: a Problem and seconds of work (``work_clock``). Out: the cheapest choice found that
 fits, with a lower bound that holds for every choice that fits. Cheap exact phases come
-first; each later phase starts only if a gap and seconds are left. Never answers with a
-choice that does not fit, and never with a bound above the optimum.
+first; each later phase starts only if a gap and seconds are left. Never: answers with a
+choice that does not fit, or with a bound above the optimum.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from fxpar.sharding.solver.progress import (
 EXACT = 1e-9
 # An integer program with more variables than this rarely ends in useful time.
 _PROGRAM = 250_000
-# With tied nodes as one at most this share of a problem's nodes is left where it pays
-# to solve that first.
+# Solving with tied nodes as one first pays if at most this share of a problem's nodes
+# is left.
 _REPEATS = 0.6
-# With no more than this, solving again takes no longer than looking for a short cut.
+# With at most this many variables, solving again is as quick as a short cut.
 _SMALL = 20_000
-# Choices met with tied nodes as one that are mixed.
+# The most choices met with tied nodes as one that are mixed.
 _MIXED = 6
 
 
@@ -57,14 +57,14 @@ def solve(
     tolerance: float = EXACT,
     enough: float = math.inf,
 ) -> Solution:
-    """The cheapest choice that fits, found in at most ``seconds`` of work.
+    """Return the cheapest choice that fits, found in at most ``seconds`` of work.
 
-    ``certify_seconds``: how many of them a bound may take while a choice could still
-    be improved (a quarter by default). ``fixed``: nodes pinned to a strategy.
-    ``start``: a known choice to improve on. Ends early once the gap is within
-    ``tolerance``, or the bound reaches ``enough``. The same problem and ``seed`` have
-    the same answer, unless wall-clock time far behind ended it (``Solution.stopped``).
-    The first call on a machine also compiles the inner loops, which is not counted.
+    ``certify_seconds``: how many of them a bound may take while a choice could still be
+    improved (a quarter by default). ``fixed``: nodes pinned to a strategy. ``start``: a
+    known choice to improve on. Ends early once the gap is within ``tolerance``, or the
+    bound reaches ``enough``. The same problem and ``seed`` have the same answer, unless
+    wall-clock time far above it ended it (``Solution.stopped``). The first call on a
+    machine also compiles the inner loops, which is not counted.
 
     Raises Infeasible if nothing is allowed or nothing that fits was found.
     """
@@ -101,7 +101,7 @@ def resolve(
     without the pins, in at most ``seconds``.
 
     Small problems are solved to the end. In others the choice changes in windows that
-    grow around the pinned nodes until growing no longer pays; the bound is that of
+    grow around the pinned nodes until growing no longer pays; the bound is the one of
     ``start``. Where no window fits, the whole problem is solved.
 
     Raises Infeasible as ``solve`` does.
@@ -127,7 +127,7 @@ def resolve(
 
 
 def _core(search: Search, net: Network, certify: float, seed: int) -> None:
-    """The phases after reduction."""
+    """Run the phases after reduction."""
     flat = flatten(net)
     if not len(flat.size):
         if fits(flat, np.zeros(len(flat.room))):
@@ -167,7 +167,8 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
 
 
 def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -> None:
-    """What prices have brought, and mixtures of the choices met."""
+    """Take the bound and choice that prices have brought, and mixtures of the choices
+    met."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
@@ -178,14 +179,15 @@ def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -
 
 
 def _repeats(problem: Problem) -> bool:
-    """Whether with tied nodes as one the problem is much smaller."""
+    """Return whether the problem with tied nodes as one is much smaller."""
     tied = problem.tied
     return tied is not None and len(set(tied)) <= _REPEATS * len(tied)
 
 
 def _layered(search: Search, net: Network, seed: int) -> None:
-    """Solve with tied nodes as one, which is small, and spread the answer out; under a
-    limit, mix what the ends of its prices ask for; then bound the whole problem."""
+    """Solve with tied nodes as one, which is small, and give all nodes its answer;
+    under a limit, mix the choices met at the ends of its prices; then bound the whole
+    problem."""
     small, to = tie(search.problem)
     limited = len(net.room) > 0
     try:
@@ -235,13 +237,13 @@ def _layered(search: Search, net: Network, seed: int) -> None:
 def pass_pruned(
     flat: Flat, upper: float, deadline: float, tolerance: float
 ) -> tuple[np.ndarray | None, float]:
-    """(a choice or None, a bound that holds for all that is below ``upper``): messages
-    on everything, then without the strategies that are in nothing below ``upper``,
-    reduced. Memory is left aside.
+    """Return a choice or None, and a bound that holds for all choices below ``upper``:
+    by messages on everything, then, reduced, without the strategies that are in no
+    choice below ``upper``. Memory is ignored.
 
-    A strategy's excess over the bound of message passing is what a choice with it costs
-    more at least: reduced-cost fixing by min-marginals (Savchynskyy et al., "Global MAP
-    optimality by shrinking the combinatorial search area", NIPS 2013).
+    A strategy's excess over the bound of message passing is the least that a choice
+    with it costs more: reduced-cost fixing by min-marginals (Savchynskyy et al.,
+    "Global MAP optimality by shrinking the combinatorial search area", NIPS 2013).
     """
     begun = work_clock.now()
     state = message_passing.start(flat)
@@ -259,7 +261,7 @@ def pass_pruned(
         for i in range(len(flat.size)):
             net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
         now = work_clock.now()
-        # What dominates costs more to find here than it saves.
+        # Finding dominated strategies costs more here than it saves.
         reduce(net, now + 0.5 * (deadline - now), dominance=False)
     except Infeasible:  # ``upper`` is the optimum, but for rounding
         return choice, max(bound, upper)
@@ -281,8 +283,9 @@ def _mixed(
     to: Sequence[int],
     prices: Sequence[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
-    """Prices found with tied nodes as one, where that is quick, and mixtures of the
-    choices met there: at one price layers are all one way or all the other."""
+    """Offer mixtures of choices met with tied nodes as one, where that is quick, and
+    return the prices found there: at one price layers are all one way or all the
+    other."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = flatten(core)
@@ -335,7 +338,7 @@ def _improve(
     unary: np.ndarray,
     seed: int,
 ) -> None:
-    """Large neighbourhood search from the best choice; ``unary``: with prices."""
+    """Search large neighbourhoods from the best choice; ``unary``: with prices."""
     choice = inside(search, net, flat)
     if choice is None:
         return

@@ -1,9 +1,11 @@
-"""The clock of a search: seconds of work, the same on every run of the same problem.
+"""Keeps the clock of a search: seconds of work, the same on every run of the same
+problem.
 
-In: what phases say they did. Out: how many seconds of a usual core that is, by which
+In: the work that phases report. Out: how many seconds of a usual core that is, by which
 limits are kept. So a busy machine takes longer for the same plan, and does not return
-another. Wall-clock time is looked at for one thing: far behind the limit a search is
-stopped all the same, and ``is_stopped`` says so. Each thread has a clock of its own.
+another. Wall-clock time is used for one thing: far above the limit a search is stopped
+all the same, and ``is_stopped`` reports it. Each thread has a clock of its own. Never:
+measures work by wall-clock time.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Wall-clock time within which a search must end: so many times its seconds, and more.
+# A search must end within FAR times its seconds plus GRACE, in wall-clock time.
 FAR, GRACE = 5.0, 60.0
 
 
 class _Clock(threading.local):
-    """The clock of one thread."""
+    """Is the clock of one thread."""
 
-    # Seconds of work so far in the search under way; outside of one, of all.
+    # Seconds of work so far in the search under way; outside of one, of all work.
     done: float = 0.0
     # The wall-clock time at which the search under way is stopped; None without one.
     wall: float | None = None
-    # Whether it was.
+    # Whether wall-clock time stopped it.
     stopped: bool = False
 
 
@@ -32,25 +34,25 @@ _clock = _Clock()
 
 
 def now() -> float:
-    """Seconds of work so far; within a search from its begin, so that nothing before
-    it, by rounding, ends it elsewhere."""
+    """Return the seconds of work so far; within a search from its begin, so that
+    earlier work does not, by rounding, end it elsewhere."""
     return _clock.done
 
 
 def did(seconds: float) -> None:
-    """Work of so many seconds is done."""
+    """Add seconds of work that was done."""
     _clock.done += seconds
 
 
 def left(deadline: float) -> float:
-    """Seconds of work until the deadline; less than none in a search that is
+    """Return the seconds of work until the deadline; negative in a search that is
     stopped."""
     seconds_left = deadline - _clock.done
     return min(seconds_left, -1.0) if is_stopped() else seconds_left
 
 
 def is_stopped() -> bool:
-    """Whether wall-clock time has ended the search under way."""
+    """Return whether wall-clock time has ended the search under way."""
     if wall_left() <= 0:
         _clock.stopped = True
     return _clock.stopped
@@ -62,13 +64,13 @@ def stop() -> None:
 
 
 def wall_left() -> float:
-    """Wall-clock seconds until the search under way is stopped."""
+    """Return the wall-clock seconds until the search under way is stopped."""
     return FAR + GRACE if _clock.wall is None else _clock.wall - time.perf_counter()
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """A search of so many seconds of work. One that is part of another is stopped with
+    """Run a search of ``seconds`` of work. One that is part of another is stopped with
     it."""
     if _clock.wall is not None:
         yield
