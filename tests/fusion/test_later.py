@@ -106,7 +106,6 @@ def test_buckets_are_chosen_by_cost(
 ) -> None:
     """Where a collective takes long to begin, all gradients go together, though they
     would fill several buckets of the usual size."""
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 1.0)
     monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
     slow(latency).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
@@ -121,7 +120,6 @@ def test_buckets_are_chosen_by_cost(
 def test_buckets_that_take_too_much_memory_are_not_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 1.0)
     monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
@@ -136,6 +134,7 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in each for each in tried)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts._LITTLE", 0)
     monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
     assert not any("buckets(" in each for each in tried)  # nor tried by ``tune``
