@@ -1,9 +1,12 @@
-"""The torch.compile entry: a Dynamo graph and options in, a callable out.
+"""This module is where torch.compile and ``train_step`` enter fxpar.
 
 ``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph;
-``train_step`` calls it with the forward of a step. Ranks meet at the first call, and
-``compilation`` compiles what they then know to be the same. Never: an algorithm; an
-error raised inside Dynamo, which would wrap it.
+``train_step`` has a backend of its own for the forward of a step. Ranks meet at the
+first call, and ``compilation`` then compiles the graph.
+
+In: a Dynamo graph, its example inputs and options. Out: the callable that Dynamo runs
+in place of the graph. Never: an algorithm; an FxparError raised inside Dynamo, which
+would wrap it.
 """
 
 from __future__ import annotations
@@ -89,7 +92,8 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     options: dict[str, Any] | None = None,
 ) -> TrainStep:
-    """Forward, backward and the optimizer's step as one program over the mesh.
+    """Return a callable that runs forward, backward and the optimizer's step as one
+    program over the mesh.
 
     ``step = fxpar.train_step(model, loss_fn, optimizer)``, then ``loss = step(*batch)``
     for every batch: ``loss_fn(model, *batch)`` gives the loss, a scalar, or a tuple
@@ -140,8 +144,8 @@ def train_step(
 def _prepared(
     gm: fx.GraphModule, examples: Sequence[Any], ranks: Ranks
 ) -> fx.GraphModule:
-    """A Dynamo graph whose attention with dropout can be split, and in local mode whose
-    collectives in place have the gradients of eager code."""
+    """Return the Dynamo graph with attention with dropout in a form that can be split;
+    in local mode, give its in-place collectives the gradients of eager code."""
     gm = attention_dropout.without_kernels(gm)
     if ranks.manual is not None:
         take_eager_gradients(gm)
@@ -154,8 +158,10 @@ def _prepared(
 def _joined(
     gm: fx.GraphModule, options: dict[str, Any] | None
 ) -> tuple[Options, Ranks]:
-    """What is asked for a Dynamo graph, and this process's place on the mesh. Raises
-    RegionError for a manual region that was refused while it was traced."""
+    """Return the options for a Dynamo graph and this process's place on the mesh.
+
+    Raises RegionError for a manual region that was refused while it was traced.
+    """
     raise_refused(gm)
     job_options = Options.read(options)
     homes = compiled_graph.homes(gm)
@@ -175,8 +181,8 @@ def _called(
     compile_as: CompileGraph,
     owner: object,
 ) -> Callable[..., Any]:
-    """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
-    may be asked to trace it again."""
+    """Return what Dynamo calls for a graph, which is compiled when ranks meet at its
+    first call. Dynamo may be asked to trace it again."""
     lean, positions, numbers = lean_graph(gm, examples)
     compiled_graph.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in positions]
@@ -194,6 +200,6 @@ def _called(
 
 
 def _fed(x: Any, number: bool) -> Any:
-    """An input as the graph takes it, a ``number`` that is fed as a tensor by itself;
-    of a fake one nothing is known."""
+    """Return an input as the graph takes it: a ``number``, which Dynamo feeds as a
+    tensor, as a Python number; a fake tensor gives one of unknown value."""
     return x.item() if number else x

@@ -1,9 +1,11 @@
-"""Plans of one graph compared, and the one plan that all ranks have.
+"""This module compares plans of one graph and gives all ranks the same one.
 
-In: a traced graph and a ``Request``. Out: what ``fxpar.pipeline`` gives for it. Where a
-search may choose what the pipeline takes as given (bodies of manual regions, axes that
-experts are split over), plans of copies are predicted first. A search depends on the
-clock: one rank searches, the others follow its plan. No steps of its own.
+Where a search may choose what the pipeline takes as given (bodies of manual regions,
+axes that experts are split over), plans of copies are predicted first. A search depends
+on the clock: one rank searches, the others follow its plan.
+
+In: a traced graph and a ``Request``. Out: the ``JointState`` that ``fxpar.pipeline``
+gives for it. Never: steps of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _TIE, _LESS = 1.001, 0.99
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """What the pipeline gives with the choices that are predicted to be the fastest.
+    """Return the pipeline's result with the choices predicted to be the fastest.
 
     Raises as ``pipeline.decided`` and ``pipeline.finished`` do.
     """
@@ -180,8 +182,8 @@ def _timeline(state: JointState) -> Timeline:
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """What ``fastest_plan`` gives; of a search, what it gives on rank 0: it depends on
-    the clock, so one rank searches and the others follow its plan, mesh and links.
+    """Return what ``fastest_plan`` does; a search depends on the clock, so rank 0
+    searches and the others follow its plan, mesh and links.
 
     Raises as ``fastest_plan`` does, and RankMismatchError if rank 0 does not come.
     """
@@ -203,16 +205,17 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
 
 
 def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
-    """What ``fastest_plan`` gives on rank 0, which plans for all and tells nobody."""
+    """Return what ``fastest_plan`` does on rank 0, which plans for all, without sending
+    it to the others."""
     return fastest_plan(graph, fake_mode, _on_hardware(request))
 
 
 def stands(
     graph: fx.Graph, fake_mode: Any, request: Request, rival: Plan, times: float
 ) -> bool:
-    """Whether at the sizes that a graph of open ones was traced with no plan is
-    predicted to be ``times`` as fast as ``rival``, for a graph of the same program. On
-    all ranks, what rank 0 found: a search depends on the clock.
+    """Return whether no plan is predicted to be ``times`` as fast as ``rival``, a plan
+    for a graph of the same program, at the sizes that the graph was traced with. All
+    ranks return what rank 0 found: a search depends on the clock.
     """
     tag, says = f"whether the plan of {request.name} stands", ""
     if request.leads:
@@ -232,8 +235,8 @@ def stands(
 
 
 def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
-    """Seconds of a step of what the pipeline gives for a graph at its hints; infinite
-    if it cannot follow a plan that is asked for, or its sizes cannot stay open by it.
+    """Return the seconds of a step that the pipeline predicts for a graph at its hints;
+    infinite if it cannot follow a given plan, or the plan cannot leave its sizes open.
     """
     for node in graph.nodes:
         del node.meta[OPEN]
@@ -248,7 +251,7 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
 
 
 def _on_hardware(request: Request) -> Request:
-    """The request, of a search on a mesh with the links of its hardware."""
+    """Return the request; for a search, its mesh has the links of the hardware."""
     options = request.mode
     if not isinstance(options, SearchOptions):
         return request
@@ -271,9 +274,9 @@ def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> JointSt
 def _with_choices(
     graph: fx.Graph, fake_mode: Any, request: Request
 ) -> tuple[Request, list[str]]:
-    """The request with what makes another graph, bodies of manual regions and axes that
-    experts are split over: those of a plan, or where it is searched, one choice after
-    the other, those with the shortest predicted step; notes of why."""
+    """Return the request with bodies of manual regions and axes that experts are split
+    over, which change the graph, and notes of why. They are those of a given plan; a
+    search takes, one choice after the other, those with the shortest predicted step."""
     mode, notes = request.mode, list[str]()
     if isinstance(mode, Plan):
         experts = mode.experts or None
@@ -305,8 +308,8 @@ def _with_choices(
 
 
 def _seconds_of(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
-    """Seconds of a step of the plan that a short search finds for a copy of a graph;
-    infinite where none fits."""
+    """Return the seconds of a step of the plan that a short search finds for a copy of
+    a graph; infinite where none fits."""
     mode, copied = request.mode, copy_of(graph)
     assert isinstance(mode, SearchOptions), "what is compared is searched"
     shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)

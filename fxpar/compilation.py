@@ -1,12 +1,14 @@
-"""A Dynamo graph becomes what this rank runs: one compilation, from begin to end.
+"""This module compiles one Dynamo graph, from beginning to end, for this rank.
 
-In: what is asked, a ``CompileJob``, and a Dynamo graph. Out: a ``Compiled``.
-``compile_graph`` asks what an earlier start knows of the program (``known_programs``)
-and hands the graph to AOTAutograd, which calls back twice: ``Compilation.__call__``
-with the joint graph, of which ``fxpar.pipeline`` makes this rank's, and
-``Compilation.lower`` with forward and backward, on their way to Inductor. Ranks then
-agree on what they launch. Never: an algorithm; a launch before all ranks agreed; an
-error that the other ranks wait for in vain.
+``compile_graph`` looks up what an earlier start kept of the program
+(``known_programs``) and hands the graph to AOTAutograd, which calls back:
+``Compilation.__call__`` with the joint graph, from which ``fxpar.pipeline`` makes this
+rank's, and ``Compilation.lower`` with forward and backward, on their way to Inductor.
+Ranks then agree on the collectives that they launch.
+
+In: a ``CompileJob`` with options and ranks, and a Dynamo graph. Out: a ``Compiled``.
+Never: an algorithm; a launch before all ranks agreed; a failure of one rank that leaves
+the others waiting.
 """
 
 from __future__ import annotations
@@ -94,13 +96,13 @@ _OF_ALL = (OpenSizesRefused, DivisorsAsked, PlanStands)
 
 
 def is_plain(options: Options, ranks: Ranks) -> bool:
-    """Whether there is nothing to do for fxpar."""
+    """Return whether fxpar has nothing to do: one rank, Inductor, no microbatches."""
     inductor = options.codegen == "inductor" and options.microbatches in (None, 1)
     return ranks.whole.mesh.size == 1 and inductor
 
 
 def compile_plain(gm: fx.GraphModule, examples: Any, options: Options) -> Any:
-    """What Inductor makes of a Dynamo graph for one device."""
+    """Return what Inductor compiles from a Dynamo graph for one device."""
     settings = dict(options.inductor)
     return _torch.aot.compile_fx(
         without_hints(gm), examples, inductor_settings=settings
@@ -110,7 +112,7 @@ def compile_plain(gm: fx.GraphModule, examples: Any, options: Options) -> Any:
 def compile_step(
     job: CompileJob, step: TracedStep, rests: Mapping[int, Spec]
 ) -> Callable[..., Any]:
-    """The checked, compiled function of a traced training step."""
+    """Return the checked, compiled function of a traced training step."""
     if is_plain(job.options, job.ranks):
         plain: Callable[..., Any] = compile_plain(step.module, step.fakes, job.options)
         return plain
@@ -124,12 +126,12 @@ def compile_step(
 def compile_graph(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> Compiled:
-    """The checked, compiled function of a Dynamo graph, on concrete shapes or on open
-    ones.
+    """Return the checked, compiled function of a Dynamo graph, on concrete shapes or on
+    open ones.
 
-    A failure is told to the other ranks before it is raised here. With open sizes all
-    ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where the
-    plan splits some of them, PlanStands where that of the job's rival is kept.
+    A failure is reported to the other ranks before it is raised here. With open sizes
+    all ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where
+    the plan splits some of them, PlanStands where the plan of the job's rival is kept.
     """
     broken_at = _torch.dynamo.graph_break_line(gm)
     if job.ranks.open:  # the mesh may have been chosen since
@@ -147,8 +149,8 @@ def compile_graph(
 def _with_room(
     job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
 ) -> WithRoom | None:
-    """What compiles a graph for the room that ranks agree on, of rows that they send to
-    experts; None if it sends none, or that is agreed on."""
+    """Return a function that compiles the graph again for a room, the number of rows
+    that ranks may send to experts; None if it sends none, or the room is agreed on."""
     experts = manual_expert_axes(job.ranks.manual)
     if not experts or job.sent_room is not None:
         return None
@@ -172,8 +174,8 @@ def _look_up(
     *,
     anew: bool,
 ) -> KnownProgram | None:
-    """What is known of the program from an earlier start, on all ranks alike; the
-    process groups that it uses are made. ``anew``: nothing that was kept is taken."""
+    """Return what an earlier start kept of the program, the same on all ranks, and make
+    the process groups that it uses. ``anew``: ignore what was kept."""
     if job.options.codegen != "inductor":
         return None
     if pipeline_axis(job.ranks.mesh) is not None:
@@ -202,7 +204,7 @@ def _make_groups(ranks: Ranks, entry: KnownProgram | None) -> None:
 
 
 class Compilation:
-    """One attempt to compile one graph: what is asked, what was decided, what runs."""
+    """Is one attempt to compile one graph: the request, the decision, the result."""
 
     def __init__(
         self,
@@ -235,14 +237,14 @@ class Compilation:
 
     @property
     def follows_plan(self) -> bool:
-        """Whether the plan of the program is known, and followed."""
+        """Return whether the plan of the program is known, and followed."""
         return self.entry is not None and self.entry.plan is not None
 
     def compiled(
         self, gm: fx.GraphModule, examples: Sequence[Any]
     ) -> Callable[..., Any] | None:
-        """What AOTAutograd and Inductor make of a Dynamo graph; None on all ranks if
-        what is known of the program does not fit it on one of them."""
+        """Return what AOTAutograd and Inductor compile from a Dynamo graph; None on all
+        ranks if the known plan of the program does not fit it on one of them."""
         job, name = self.job, self.request.name
         if self.is_inductor:
             _load_inductor()
@@ -280,8 +282,8 @@ class Compilation:
         return compiled if is_agreed else None
 
     def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
-        """The program once rank 0 has compiled it; None if it could not be planned,
-        which this rank then finds out for itself."""
+        """Return the program once rank 0 has compiled it; None if it could not be
+        planned, which this rank then finds out for itself."""
         with _told_to_others():
             planned = known_programs.await_plan(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
@@ -292,8 +294,10 @@ class Compilation:
     def _traced(
         self, gm: fx.GraphModule, examples: Sequence[Any]
     ) -> Callable[..., Any]:
-        """As ``compiled``. Raises PlanMisfit where the plan that is known does not
-        fit."""
+        """Return what ``compiled`` does.
+
+        Raises PlanMisfit where the known plan does not fit.
+        """
         job, entry = self.job, self.entry
         # Places draw numbers of their own.
         place = job.ranks.world.place if job.ranks.world is not None else 0
@@ -313,8 +317,10 @@ class Compilation:
         )
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
-        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph). Raises
-        PlanMisfit where the plan that is known of the program cannot be followed."""
+        """Return the graph to compile instead of ``gm``'s; None leaves it (a subgraph).
+
+        Raises PlanMisfit where the known plan of the program cannot be followed.
+        """
         first = next(iter(gm.graph.nodes))
         if "desc" not in first.meta:
             return None
@@ -390,8 +396,8 @@ class Compilation:
         return bound
 
     def _planned_request(self, signature: Signature) -> Request:
-        """What is asked on the mesh, or for a mesh to be chosen; of a plan that is
-        known from an earlier start, that it is followed."""
+        """Return the request for the mesh, or for a mesh to be chosen; a plan that is
+        known from an earlier start is followed."""
         options, ranks = self.job.options, self.job.ranks
         size = ranks.whole.mesh.size
         followed = self.entry.plan if self.entry else self.job.recalled
@@ -444,9 +450,9 @@ class Compilation:
         return Output(name, kind, of, rest_spec, "even" if open_ended else "whole")
 
     def lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
-        """What runs a "forward" or a "backward", scheduled by itself.
+        """Return what runs a "forward" or a "backward", each scheduled alone.
 
-        A backward that is lowered when it is first called, behind its forward's
+        A backward that is lowered when it is first called, after its forward's
         agreement, has one of its own, so that all ranks return or raise. Raises
         RankMismatchError as ``agree_on_launches`` does.
         """
@@ -480,7 +486,7 @@ class Compilation:
             return compiled
 
     def _schedule(self, graph: fx.Graph, which: str) -> None:
-        """What is done to a forward or a backward by itself."""
+        """Run the steps of ``PHASE`` on a forward or a backward; keep its launches."""
         result = self.result
         self.regions += pipeline.scheduled(
             graph,
@@ -497,8 +503,8 @@ class Compilation:
         status_line.begin(pipeline.INDUCTOR[which])
 
     def _gradients(self, backward: fx.Graph) -> dict[int, int]:
-        """Results of a backward, by position, that are gradients of whole parameters:
-        the position of each among the arguments."""
+        """Return, for each result of a backward that is the gradient of a whole
+        parameter, its position -> the parameter's position among the arguments."""
         if self.result is None or self.request.manual is None:
             return {}
         count = len(backward.output_node().args[0])  # one for each argument, in order
@@ -528,7 +534,7 @@ class Compilation:
 
     @property
     def compiled_plan(self) -> Plan | None:
-        """With what is known once forward and backward are compiled."""
+        """Return the plan with the regions and notes known after compiling."""
         plan, notes, order = self.plan, self.job.notes, self.job.options.pipeline
         if plan is None:
             return None
@@ -545,7 +551,7 @@ class Compilation:
         )
 
     def written(self) -> set[int]:
-        """Positions of the arguments that the program writes to."""
+        """Return the positions of the arguments that the program writes to."""
         if self.result is None:
             return set(self.cached.written) if self.cached else set()
         places = (
@@ -556,7 +562,7 @@ class Compilation:
         return {i for i in places if i is not None}
 
     def results(self) -> dict[int, Spec]:
-        """Specs of the results, by position among the graph's own results."""
+        """Return specs of the results, by position among the graph's own results."""
         if self.result is None:
             return dict(self.cached.results) if self.cached else {}
         decision = self.result.decided
@@ -574,8 +580,8 @@ class Compilation:
         gm: fx.GraphModule,
         with_room: WithRoom | None,
     ) -> Compiled:
-        """What was compiled, with its checks; the program is left on disk for the next
-        start, if it is a new one."""
+        """Return what was compiled, with its checks; keep a new program on disk for the
+        next start."""
         # What has generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.follows_plan
         if self.entry and is_new and not self.regions and self.ranks.rank == 0:
@@ -599,7 +605,7 @@ class Compilation:
         )
 
     def _record(self) -> dict[str, Any]:
-        """What is known of the program by now, as data."""
+        """Return what is known of the program by now, as data to keep."""
         plan = self.compiled_plan
         assert self.entry and self.result and plan, "it was planned, and is kept"
         return known_programs.describe(
@@ -618,12 +624,12 @@ class Compilation:
         report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def say_seconds(self, which: str) -> None:
-        """Where the seconds until a forward or a backward was compiled went."""
+        """Show the seconds that each stage took to compile a forward or a backward."""
         options, ranks = self.job.options, self.ranks
         show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
 
     def _checks(self) -> list[Callable[..., Any]]:
-        """What looks at the arguments of the first call."""
+        """Return the checks of the arguments of the first call."""
         checks: list[Callable[..., Any]] = []
         if self.job.writes:
             # Inputs of which each rank holds a part go by another kind.
@@ -635,7 +641,7 @@ class Compilation:
         return [*checks, self._verify] if self.job.options.verify else checks
 
     def _verify(self, args: Sequence[Any]) -> None:
-        """``FXPAR_VERIFY``, with the arguments of the first call."""
+        """Simulate all ranks (``FXPAR_VERIFY``) on the arguments of the first call."""
         if self.result is not None:
             local, normalized = self.result.local, self.result.normalized
             feeds = feeds_of(normalized, args, self.places)
@@ -643,7 +649,7 @@ class Compilation:
 
 
 def _request_of(job: CompileJob, name: str) -> Request:
-    """What is asked of the pipeline, before the graph is known."""
+    """Return the request to the pipeline, before the graph is known."""
     options = job.options
     pipeline = "auto" if job.ranks.open else options.pipeline
     mesh, stages = split_off(job.ranks.mesh, pipeline)
@@ -669,7 +675,7 @@ def _request_of(job: CompileJob, name: str) -> Request:
 
 
 def _load_inductor() -> None:
-    """Import Inductor, with lowerings of our own: a rank does so before it waits for
+    """Import Inductor and register our lowerings; a rank does so before it waits for
     the one that compiles for it."""
     with stage(TRACE):
         _torch.inductor.load()
@@ -679,13 +685,13 @@ def _load_inductor() -> None:
 
 
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    """``codegen="eager"``: the bound graph as it stands."""
+    """Return the bound graph to run op by op, for ``codegen="eager"``."""
     return _torch.inductor.make_boxed(gm.forward)
 
 
 @contextlib.contextmanager
 def _told_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None]:
-    """A failure on this rank ends the others' wait for it."""
+    """End the other ranks' wait for this one if it fails inside."""
     try:
         yield
     except but:
@@ -697,8 +703,7 @@ def _told_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None
 
 @contextlib.contextmanager
 def _refused_alike() -> Iterator[None]:
-    """Ranks that compile a program with open sizes do so, or all raise
-    OpenSizesRefused."""
+    """Turn a failure inside that other ranks do not know of into OpenSizesRefused."""
     try:
         yield
     except _OF_ALL:
@@ -710,8 +715,8 @@ def _refused_alike() -> Iterator[None]:
 
 
 def _refuse_as_known(entry: KnownProgram) -> None:
-    """Raise what is known to come of leaving sizes open: OpenSizesRefused,
-    DivisorsAsked."""
+    """Raise OpenSizesRefused or DivisorsAsked if an earlier start that left sizes open
+    kept one."""
     if entry.refused:
         raise OpenSizesRefused(entry.refused)
     if entry.divisors:
@@ -720,7 +725,7 @@ def _refuse_as_known(entry: KnownProgram) -> None:
 
 @contextlib.contextmanager
 def said_by_rank_0(rank: int) -> Iterator[None]:
-    """What planning warns of is the same on every rank: said once per job."""
+    """Silence warnings of fxpar on ranks but 0: planning warns of the same on each."""
     if rank == 0:
         yield
         return

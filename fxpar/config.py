@@ -1,8 +1,11 @@
-"""Options of a compilation: one table, read from ``options=`` and FXPAR_* variables.
+"""This module reads the options of a compilation.
 
-The fields of ``Options`` are the table: each knows its variable, the values it takes
-and what it does. An entry of ``options=`` beats the variable, the variable the default.
-An empty variable, and an entry that is None, count as not given.
+The fields of ``Options`` are the one table of them: each has its variable, the values
+it takes and what it does. An entry of ``options=`` beats the variable, the variable the
+default. An empty variable, and an entry that is None, count as not given.
+
+In: an ``options=`` mapping and FXPAR_* variables. Out: an ``Options``. Never: an
+unknown name, or a value that an option cannot take, without an OptionError.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ PREFIX = "FXPAR_"
 
 # Every step of ``fxpar.pipeline`` that FXPAR_DISABLE may leave out, in the order they
 # run: first those before planning, then those of the local graph, then those of a
-# forward or backward parted.
+# separate forward or backward.
 PASSES = (
     "share_by_speed",
     "random_by_index",
@@ -81,7 +84,7 @@ def _option(
     env: bool = True,
     shared: bool = True,
 ) -> Any:
-    """``shared``: all ranks must have the same value."""
+    """Return a field of ``Options``. ``shared``: all ranks must have the same value."""
     metadata = {"read": read, "values": allowed, "help": about, "env": env}
     metadata["shared"] = shared
     return field(default=default, metadata=metadata)
@@ -89,7 +92,7 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. ``Options.read`` makes one; ``table`` documents it."""
+    """Holds the user's options. ``Options.read`` makes one; ``table`` documents it."""
 
     mesh: Any = _option(
         values.mesh,
@@ -312,7 +315,7 @@ class Options:
         options: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
-        """From an ``options=`` mapping and the environment.
+        """Return the options from an ``options=`` mapping and the environment.
 
         Raises OptionError on unknown keys, on FXPAR_ variables that do not exist, and
         on values that an option cannot take.
@@ -352,7 +355,8 @@ class Options:
         return cls(**chosen)
 
     def shared(self) -> dict[str, str]:
-        """What all ranks must have, by name; a file counts by what it holds."""
+        """Return the values that must be equal on all ranks, by name; a file counts by
+        its content. The mesh is left out."""
         return {
             row.name: _text_of(getattr(self, row.name))
             for row in fields(self)
@@ -360,7 +364,7 @@ class Options:
         }
 
     def __str__(self) -> str:
-        """What differs from the defaults; the same text in every process."""
+        """Return what differs from the defaults, the same text in every process."""
         parts = []
         for row in fields(self):
             value = getattr(self, row.name)
@@ -371,13 +375,13 @@ class Options:
 
 
 def variable_of(name: str) -> str | None:
-    """The variable of an option; None if it has none."""
+    """Return the variable of an option, or None if it has none."""
     rows = {row.name: row for row in fields(Options)}
     return _variable(rows[name]) if name in rows else None
 
 
 def _text_of(value: Any) -> str:
-    """The value of an option, the same text in every process."""
+    """Return the value of an option, the same text in every process."""
     if isinstance(value, frozenset):
         return ",".join(sorted(value))
     if isinstance(value, str) and os.path.isfile(value):
@@ -416,7 +420,7 @@ def write_dump(path: Path, text: str) -> None:
 
 
 def table() -> str:
-    """All options as a Markdown table, for the docs."""
+    """Return all options as a Markdown table, for the docs."""
     lines = ["| variable | option | values | what it does |", "|---|---|---|---|"]
     for row in fields(Options):
         variable = _variable(row)

@@ -1,13 +1,14 @@
-"""The pipeline: every step from the traced graph to what is compiled, in order.
+"""This module lists every step from the traced graph to what is compiled, in order.
 
-``JOINT`` takes forward and backward in one graph from traced to local, ``RANK`` puts
-one rank into it, ``PHASE`` takes a forward or a backward by itself, once AOTAutograd
-parted them. A step is a row, a ``Pass``: its name, a function (graph, context) ->
-graph, the stage that the graph then is in, whether FXPAR_DISABLE may leave it out.
+``JOINT`` takes forward and backward in one graph from traced to local, ``RANK``
+specializes that graph for one rank, and ``PHASE`` takes a forward or a backward alone,
+after AOTAutograd has separated them. A step is a row, a ``Pass``: its name, a function
+(graph, context) -> graph, the stage that the graph is in afterwards, and whether
+FXPAR_DISABLE may leave it out.
 
-In: a graph, and what is asked of it, a ``Request``. Out: what was decided, a
-``JointState``; then the graph of one rank. Never: an order of steps that depends on the
-program; what ranks do in unlike ways, but in ``RANK``; an algorithm.
+In: a graph, and a ``Request`` with what the user asked for. Out: a ``JointState`` with
+what was decided; then the graph of one rank. Never: an order of steps that depends on
+the program; a step that differs between ranks, except in ``RANK``; an algorithm.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _always(name: str, run: Run, stage: str = "") -> Pass:
 
 
 def _place(name: str) -> int:
-    """The position of a step in ``JOINT``."""
+    """Return the position of a step in ``JOINT``."""
     return next(i for i, step in enumerate(JOINT) if step.name == name)
 
 
@@ -130,7 +131,7 @@ JOINT = (
     _always("keep_plan", plan_steps.keep_plan),
 )
 
-# One rank is put into it: local -> bound.
+# The graph is specialized for one rank: local -> bound.
 RANK = (
     _always("take_place", stage_steps.take_place),
     _always("bind", lowering_steps.bind),
@@ -142,9 +143,10 @@ RANK = (
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )
 
-# A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
-# Collectives are ordered by the rows that a prediction has, too: dropped where nobody
-# reads them, in buckets, waited for late, gathers early, scatters not too many at once.
+# A forward or a backward alone, as AOTAutograd separated them: bound -> scheduled.
+# ``ORDER`` has the rows that a prediction runs too: collectives are dropped where
+# nobody reads them, in buckets, waited for late, gathers early, scatters not too many
+# at once.
 # Gradients leave a backward where they are made, and are reduced meanwhile.
 PHASE = (
     *ORDER,
@@ -172,7 +174,7 @@ COUNTED = {
 }
 
 STEPS = (*JOINT, *RANK, *PHASE)
-# The names of all that a program may go through, as its progress is shown.
+# The names of all steps that a progress line may show.
 WAIT = "waiting for the other ranks"
 INDUCTOR = {phase: f"Inductor, {phase}" for phase in ("forward", "backward")}
 STEP_NAMES = (
@@ -184,7 +186,7 @@ STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 
 def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
-    """Each step in turn that is not left out; times it, and shows what it changed."""
+    """Run each step in turn that is not left out, time it, and show what it changed."""
     request = state.request
     printed = request.debug >= 2 and request.leads
     for step in rows:
@@ -286,8 +288,8 @@ def tuned(
     *,
     inductor: bool,
 ) -> JointState:
-    """The result with the schedule that is the fastest on the mesh. ``root`` holds the
-    graph's constants.
+    """Return the result with the schedule measured as the fastest on the mesh. ``root``
+    holds the graph's constants.
 
     Raises PlanError on all ranks if none could be measured, RankMismatchError if a rank
     does not come.
@@ -331,7 +333,7 @@ def bound(
     writes: Sequence[Write] = (),
     copied: Sequence[int] = (),
 ) -> fx.Graph:
-    """The graph of one rank. ``writes``: its last results are written to inputs;
+    """Return the graph of one rank. ``writes``: its last results are written to inputs;
     ``copied``: positions of inputs whose written values are copied."""
     shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
     cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
@@ -352,7 +354,7 @@ def bound(
 
 
 def _fuses(request: Request, schedule: Schedule) -> bool:
-    """Whether regions may be fused, whose generated kernels take numbers alone."""
+    """Return whether regions may be fused; generated kernels take only numbers."""
     return request.fuse != "none" or any(line.verb == "fuse" for line in schedule.lines)
 
 
@@ -366,9 +368,10 @@ def scheduled(
     gradients: Mapping[int, int] | None = None,
     at_rest: Sequence[str] = (),
 ) -> list[str]:
-    """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
-    as generated kernels. ``result``: None where nothing was planned; ``inductor``: the
-    graph goes there; ``gradients``, ``at_rest``: as of ``PhaseState``."""
+    """Run the steps of ``PHASE`` on a forward or a backward, in place, and return its
+    regions, which run as generated kernels. ``result``: None where nothing was planned;
+    ``inductor``: Inductor compiles the graph; ``gradients``, ``at_rest``: as in
+    ``PhaseState``."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,

@@ -1,9 +1,11 @@
-"""``fxpar.plan``: trace a function on one process and plan it for any mesh.
+"""This module has ``fxpar.plan``, which traces a function on one process and plans it
+for any mesh.
 
-Needs no process group and no accelerator; tensors may be on the meta device or fake.
-The result is the Plan with the traced program attached: ``simulate`` runs the local
-graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph;
-``predicted`` says what a step costs on the hardware, ``to_trace`` shows it.
+In: a function, its arguments (tensors may be on the meta device or fake) and a mesh.
+Out: a ``TracedPlan``, the Plan with the traced program attached: ``simulate`` runs the
+local graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph;
+``predicted`` has the cost of a step on the hardware, ``to_trace`` shows it. Never: need
+of a process group or an accelerator.
 """
 
 from __future__ import annotations
@@ -67,21 +69,21 @@ from fxpar.units import short_bytes, short_seconds
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step is predicted to cost each rank."""
+    """Holds the predicted cost of a step on each rank."""
 
-    # Whose figures it is predicted with.
+    # The name of the hardware that it is predicted for.
     hardware: str
-    # Of a step.
+    # Seconds of a step.
     seconds: float
     # Seconds in which kernels run.
     compute: float
     # Seconds that communication keeps kernels waiting.
     exposed: float
-    # Seconds of it that overlap with them.
+    # Seconds of communication that overlap with kernels.
     hidden: float
-    # Bytes by axes ("dp", "dp+tp").
+    # Bytes sent, by axes ("dp", "dp+tp").
     sent: tuple[tuple[str, int], ...]
-    # Of memory; the optimizer's state is not in a step's graph, and not in this.
+    # Bytes at the peak without the optimizer's state, which no step's graph has.
     peak_bytes: int
     # Bytes at the peak with the optimizer's state, the sum of ``Plan.memory``.
     held_bytes: int
@@ -100,25 +102,25 @@ class Predicted:
 
 @dataclass(frozen=True)
 class TracedPlan(Plan):
-    """A Plan with the program it was made for."""
+    """Is a Plan with the program that it was made for."""
 
-    # Of the pipeline, to simulate.
+    # The pipeline's result, to simulate; None for a loaded plan.
     result: JointState | None = field(default=None, compare=False, repr=False)
     # The traced call, to bind arguments.
     call: TracedCall | None = field(default=None, compare=False, repr=False)
-    # As it was traced, to plan again.
+    # The traced module, to plan again.
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
-    # As they were when it was made.
+    # The options that it was made with.
     options: Options = field(default_factory=Options, compare=False, repr=False)
 
     @cached_property
     def hardware(self) -> Hardware:
-        """As ``plan_request.machine``, which raises OptionError, and DeviceError."""
+        """Return the hardware. Raises OptionError and DeviceError, as ``machine``."""
         return machine(self.options, self.mesh.size)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of the slowest rank, as ``predict_step`` gives it.
+        """Return one step of the slowest rank, as ``predict_step`` gives it.
 
         Raises as ``hardware`` does.
         """
@@ -134,7 +136,7 @@ class TracedPlan(Plan):
 
     @cached_property
     def predicted(self) -> Predicted:
-        """What ``timeline`` comes to."""
+        """Return the totals of ``timeline``."""
         line = self.timeline
         return Predicted(
             self.hardware.name,
@@ -155,8 +157,8 @@ class TracedPlan(Plan):
             return []
 
     def layers(self) -> str:
-        """Memory and time by layer of the model, as a table whose sums are what the
-        plan predicts; why there is none for a plan in stages or on unlike ranks.
+        """Return memory and time by layer of the model, as a table with the sums that
+        the plan predicts; for a plan in stages or of unequal ranks, why there is none.
 
         Raises as ``hardware`` does, and PlanError for a loaded plan.
         """
@@ -178,7 +180,7 @@ class TracedPlan(Plan):
         return layers_text(rows)
 
     def diff(self, other: Plan) -> str:
-        """As ``Plan.diff``, and the predicted seconds of a step, if both plans were
+        """Return ``Plan.diff``, and the predicted seconds of a step, if both plans were
         traced and the hardware is known."""
         lines = [super().diff(other)]
         if lines[0] and isinstance(other, TracedPlan) and self.result and other.result:
@@ -188,9 +190,9 @@ class TracedPlan(Plan):
         return "\n".join(lines)
 
     def why(self, name: str) -> str:
-        """As ``Plan.why``; of a searched plan also what the value costs, what else the
-        op that makes it could do, or other layouts of it if it is an input, and what
-        the whole plan would then cost, solved again."""
+        """Return ``Plan.why``; for a searched plan also what the value costs, what else
+        the op that makes it could do, or other layouts of it if it is an input, and
+        what the whole plan would then cost, solved again."""
         text = super().why(name)
         search = self.result.decided.search if self.result else None
         value = self.result.decided.program.named(name) if self.result else None
@@ -201,7 +203,7 @@ class TracedPlan(Plan):
         )
 
     def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
-        """What a searched plan would cost if ``name`` were made with ``spec``.
+        """Return what a searched plan would cost if ``name`` were made with ``spec``.
 
         Raises PlanError for a plan that was not searched, an unknown name, an input,
         and a spec that no strategy of its op makes.
@@ -220,9 +222,9 @@ class TracedPlan(Plan):
         return alternatives_text(search, value, alternatives(search, value, spec=spec))
 
     def ratios(self) -> Ratios:
-        """How the shards would best be cut by the speeds of the mesh
-        (``FXPAR_MESH="dp=2{1.0,0.5}"``), and what a step would then take, and with
-        equal ones; printable.
+        """Return the best sizes of shards for the speeds of the mesh
+        (``FXPAR_MESH="dp=2{1.0,0.5}"``), with the time of a step, and that with equal
+        shards; printable.
 
         Raises as ``hardware`` does, and PlanError for a loaded plan.
         """
@@ -238,7 +240,7 @@ class TracedPlan(Plan):
         write_asked(path, json.dumps(trace))
 
     def to_html(self, path: str | Path) -> None:
-        """As ``Plan.to_html``, with ``timeline`` if the hardware is known."""
+        """Write ``Plan.to_html``, with ``timeline`` if the hardware is known."""
         timeline = None
         if self.result is not None:
             with contextlib.suppress(DeviceError):
@@ -256,11 +258,11 @@ class TracedPlan(Plan):
         return self._returned(self.outcome(*args, **kwargs))
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``simulate`` must return: the normalized one-device graph, run."""
+        """Return what ``simulate`` must: run the normalized one-device graph."""
         return self._returned(self.reference_outcome(*args, **kwargs))
 
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
-        """As ``simulate``, with gradients and buffers changed in place."""
+        """Simulate; return gradients and buffers changed in place, too."""
         result, call = self._traced()
         edges, program = result.decided.edges, result.decided.program
         specs = [None if v is None else edges.specs[v] for v in program.inputs]
@@ -280,7 +282,7 @@ class TracedPlan(Plan):
         return call.outcome(program.signature, merged)
 
     def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
-        """As ``reference``, with gradients and buffers changed in place."""
+        """Run the reference; return gradients and buffers changed in place, too."""
         result, call = self._traced()
         whole = module_of(self.module, result.normalized)
         values = run_global(whole, self.mesh, call.inputs(args, kwargs))
@@ -450,7 +452,10 @@ def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _mesh_of_ranks(auto: Auto) -> Mesh:
-    """All ranks along one axis. Raises MeshError if nothing says how many there are."""
+    """Return a mesh of all ranks along one axis.
+
+    Raises MeshError if their number is unknown.
+    """
     group = default_group()
     if auto.ranks is None and group is None:
         raise MeshError(

@@ -1,4 +1,4 @@
-"""The ranks that fxpar speaks with: all of them, or those of one place.
+"""This module knows which ranks a thread works with: all, or those of one place.
 
 A **place** is the ranks that share their coordinates along the axes of the batch. Where
 each place runs a program of its own, it is a ``World``: it has its own messages, leader
@@ -24,7 +24,7 @@ from fxpar.errors import FxparError
 
 @dataclass(eq=False, repr=False)
 class World:
-    """Ranks that run one program."""
+    """Holds ranks that run one program."""
 
     # Part of the keys of its messages: "" for all ranks, equal on all of its ranks.
     name: str
@@ -47,12 +47,12 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Return how many ranks it has."""
         return len(self.ranks)
 
     @property
     def group(self) -> Any:
-        """Its process group."""
+        """Return its process group."""
         return self.find_group()
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ _ALL: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
 
 
 def current() -> World | None:
-    """The world that this thread is in; None before there is a process group."""
+    """Return the world that this thread is in; None before there is a process group."""
     if _INSIDE.world is not None:
         return _INSIDE.world
     group = _torch.distributed.default_group()
@@ -86,7 +86,7 @@ def _all_ranks(group: Any) -> World:
 
 @contextlib.contextmanager
 def inside(world: World | None) -> Iterator[None]:
-    """Inside, this thread is in a world; None: in that of all ranks.
+    """Put this thread in a world while inside; None: in the world of all ranks.
 
     Raises FxparError if the process group that the world was made from has ended.
     """
@@ -103,7 +103,7 @@ def inside(world: World | None) -> Iterator[None]:
 
 
 def global_rank(rank: int) -> int:
-    """The number in the default process group of a rank of the current world."""
+    """Return the default process group's number for a rank of the current world."""
     world = current()
     return rank if world is None else world.ranks[rank]
 
