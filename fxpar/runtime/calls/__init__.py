@@ -1,1 +1,1 @@
-"""A Dynamo graph as it is called: its sizes, variants, results, and code beside it."""
+"""Calls Dynamo graphs: their sizes, variants, results, and the code around them."""

@@ -1,9 +1,10 @@
-"""Inputs of a call in memory as the program was compiled for.
+"""Copies the inputs of a call to the strides that the program was compiled for.
 
-Dynamo traces code again for a tensor that lies otherwise (columns of a larger one, as
+Dynamo traces code again for a tensor with other strides (columns of a larger one, as
 ``ids[:, :-1]``), and gives the same program. In: the compiled program, and the strides
-of its inputs. Out: the same for inputs that lie in any way: others are copied, and what
-the program writes to a copy is written back. Nothing is copied that lies as compiled.
+of its inputs. Out: a callable that takes inputs of any strides: it copies those with
+other strides, and writes back what the program writes to a copy. Never: a copy of an
+input that has the compiled strides.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Strides = tuple[int, ...]
 def for_any_strides(
     run: Callable[..., Any], strides: Mapping[int, Strides], written: Collection[int]
 ) -> Callable[..., Any]:
-    """``run`` for inputs that lie in any way. ``strides``: of the inputs that may, by
-    position, as ``run`` takes them; ``written``: positions of those it writes to."""
+    """Return ``run`` for inputs of any strides. ``strides``: those that ``run`` takes,
+    by input position; ``written``: positions of the inputs that ``run`` writes to."""
     if not strides:
         return run
 
@@ -42,7 +43,7 @@ def for_any_strides(
 
 
 def _lies_so(x: torch.Tensor, stride: Strides) -> bool:
-    """Whether elements lie as strides say, those of dims of one element aside."""
+    """Return whether ``x`` has these strides; dims of one element do not count."""
     if not x.numel():
         return True
     dims = zip(x.shape, x.stride(), stride, strict=True)
@@ -50,8 +51,8 @@ def _lies_so(x: torch.Tensor, stride: Strides) -> bool:
 
 
 def _copied(x: torch.Tensor, stride: Strides) -> torch.Tensor:
-    """A copy with other strides, through which a gradient goes. Along dims of stride 0
-    all elements are one."""
+    """Return a copy with other strides, through which gradients flow. Along dims of
+    stride 0 only the first element is copied."""
     rows = x
     for d, step in enumerate(stride):
         rows = rows if step else rows.narrow(d, 0, min(x.shape[d], 1))

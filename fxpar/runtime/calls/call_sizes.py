@@ -1,7 +1,9 @@
-"""The sizes that ranks call a graph with, which must be the same on all of them.
+"""Checks that all ranks call a graph with the same sizes and launch the same.
 
-Where they differ every rank raises the error, since every rank knows the sizes of all.
-Ranks also agree on what they launch on these sizes, once each has compiled it.
+In: a Dynamo graph, and the arguments of each call. Out: the sizes of one rank's call
+(``Sizes``), and an error where those of ranks differ: every rank raises it, since every
+rank knows the sizes of all. Ranks also agree on what they launch on these sizes, once
+each has compiled it. Never: an error on some ranks only.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank calls a graph with."""
+    """Holds the sizes and numbers that one rank calls a graph with."""
 
-    # Of the tensors at ``Fed.tensors``.
+    # Shapes of the tensors at ``Fed.tensors``.
     shapes: Shapes
     # Values of the inputs at ``Fed.numbers``.
     numbers: tuple[Any, ...]
 
     def apart(self, other: Sizes) -> float:
-        """How many times as large a size is as the other's, or that as this; of the
-        sizes for which that is the most. Infinite if they are of unlike ranks."""
+        """Return the largest ratio, at least 1, between a size and the same size of
+        ``other``. Infinite if numbers of dims differ."""
         pairs = zip(
             (self.numbers, *self.shapes), (other.numbers, *other.shapes), strict=True
         )
@@ -52,10 +54,10 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Fed:
-    """The inputs of a graph whose sizes may differ between calls.
+    """Holds the inputs of a graph whose sizes may differ between calls.
 
-    ``tensors``, ``numbers``: their positions; ``sources``: of a number that is a size,
-    the input and dim it is that of.
+    ``tensors``, ``numbers``: their positions; ``sources``: for a number that is the
+    size of a tensor input, the position of that input and the dim.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class Fed:
         self.sources = _sources(values)
 
     def sizes(self, args: Sequence[Any]) -> Sizes:
-        """What one rank calls the graph with."""
+        """Return the sizes and numbers among the arguments of a call of one rank."""
         return Sizes(
             tuple(tuple(args[i].shape) for i in self.tensors),
             tuple(args[i] for i in self.numbers),
         )
 
     def require_same(self, key: Sequence[Sizes]) -> None:
-        """Raise InputMismatchError, on all ranks, if ranks call with other sizes."""
+        """Raise InputMismatchError, on all ranks, if their sizes or numbers differ."""
         for n, i in enumerate(self.numbers):
             values = [sizes.numbers[n] for sizes in key]
             if i not in self.sources and len(set(values)) > 1:
@@ -114,21 +116,21 @@ class Fed:
 
 
 def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
-    """The error, which every rank raises."""
+    """Return an error that is marked as raised by every rank."""
     error = InputMismatchError(fact, where=where, fix=fix)
     error.told = True
     return error
 
 
 def _varies(entry: NamedInput, value: torch.Tensor) -> bool:
-    """Whether an input may have another shape at another call."""
+    """Return whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
     return entry.kind == "input" or open_sizes
 
 
 def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
-    """Numbers among the inputs that are sizes: position -> (input, dim). Rows come
-    first: a size may be that of several inputs."""
+    """Map the position of each number that is a size to (input, dim). Of several
+    inputs with that size the first counts."""
     places: dict[str, tuple[int, int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -143,8 +145,8 @@ def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
 
 
 def agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
-    """Return once all ranks came to ``tag`` with the same launches; False on all ranks
-    if one has none (None), since it did not compile.
+    """Wait until all ranks come to ``tag``, and return whether all have launches, the
+    same ones; a rank that did not compile has None.
 
     Raises RankMismatchError if theirs differ, or if one fails or does not come.
     """

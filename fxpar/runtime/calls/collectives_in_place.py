@@ -1,11 +1,11 @@
-"""Collectives of the user's own code, with the gradients that eager code has.
+"""Gives in-place collectives of the user's code the gradients that eager code has.
 
 In: a Dynamo graph in local mode. ``dist.all_reduce(x)`` and the like are there as
-functional collectives, of which ``x`` takes the result by ``copy_``. In eager code they
-write to memory that autograd does not see: the gradient of what was written to goes to
-what it was before, and none goes to what was sent. Functional ones send gradients
-through collectives instead. Out: the same graph, changed in place, with the gradients
-of eager code. Functional collectives that the user calls keep theirs.
+functional collectives, whose result ``copy_`` writes to ``x``. In eager code they write
+to memory that autograd does not see: the gradient of the tensor written to goes to its
+value before, and none goes to the tensor sent. Functional ones send gradients through
+collectives instead. Out: the same graph, changed in place, with the gradients of eager
+code. Never: other gradients of functional collectives that the user calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its 
 
 
 def take_eager_gradients(gm: fx.GraphModule) -> None:
-    """Give collectives in place the gradients of eager code."""
+    """Give in-place collectives the gradients of eager code; change ``gm`` in place."""
     for node in list(gm.graph.find_nodes(op="call_method", target="copy_")):
         written, value = node.args[:2]
         launch = _launch_of(value)
@@ -44,7 +44,7 @@ def take_eager_gradients(gm: fx.GraphModule) -> None:
 
 
 def _launch_of(value: Any) -> fx.Node | None:
-    """The functional collective that a value is the result of; None if it is not."""
+    """Return the functional collective whose result a value is, or None."""
     if not isinstance(value, fx.Node) or "wait_tensor" not in str(value.target):
         return None
     launch = value.args[0]

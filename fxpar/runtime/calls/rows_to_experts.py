@@ -1,9 +1,9 @@
-"""How many rows places have room for, of those that each sends to experts.
+"""Agrees on how many rows ranks have room for in an exchange with experts.
 
 A rank sends rows of its own to ranks along manual axes (``passes.experts``), and knows
-neither how many others feed nor that they send any. In: what a compiled graph would
-send, at each of its runs. Out: the same room on all ranks, which the graph to run is
-compiled for.
+neither how many rows others feed nor whether they send any. In: the numbers of rows
+that a compiled graph would send, at each of its runs. Out: the same room on all ranks,
+which the graph to run is compiled for. Never: ranks that run with different rooms.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fxpar.runtime.ranks import consensus, meeting, worlds
 
 
 def agreed_room(sent: Sequence[int], what: str) -> int | None:
-    """The room of all ranks; None if all send as many rows, 0 if some of them cannot.
-    ``sent``: ``Plan.sent_rows``.
+    """Return the room in rows, the same on all ranks; None if all send equally many
+    rows, 0 if some number of rows is 0. ``sent``: ``Plan.sent_rows``.
 
     Raises RankMismatchError, on all ranks, if some do not send rows here."""
     with worlds.inside(None):
@@ -32,5 +32,5 @@ def agreed_room(sent: Sequence[int], what: str) -> int | None:
         )
         raise consensus.as_told(error)
     counts = [int(n) for each in rows for n in each]
-    # Few rooms, however many numbers of rows there are.
+    # Powers of two: few rooms to compile for, whatever the numbers of rows are.
     return 1 << (max(counts) - 1).bit_length() if all(counts) else 0
