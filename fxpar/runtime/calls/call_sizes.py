@@ -145,8 +145,8 @@ def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
 
 
 def agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
-    """Wait until all ranks come to ``tag``, and return whether all have launches, the
-    same ones; a rank that did not compile has None.
+    """Wait until all ranks come to ``tag`` with the same launches, and return whether
+    all compiled: False, on all ranks, if the launches of one are None.
 
     Raises RankMismatchError if theirs differ, or if one fails or does not come.
     """

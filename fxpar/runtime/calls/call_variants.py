@@ -1,9 +1,9 @@
-"""A Dynamo graph as it is called: ranks meet, and run one variant for their sizes.
+"""Calls a Dynamo graph: ranks meet, and run the same variant for their sizes.
 
 In: the arguments of a call. Every rank writes one digest of program, options and sizes,
-and sums of what it feeds (``drift``), and reads those of all (``meet``). Out: what the
-variant gives that all ranks chose, the same one, before anything is launched: one that
-all have, or a new one (``compile_variants``); or one error on all of them, which says
+and checksums of its inputs (``drift``), and reads those of all (``meet``). Out: the
+results of the variant that all ranks chose before anything is launched: one that all
+have, or a new one (``compile_variants``); or the same error on all of them, which says
 in what they differ. Never: a launch that another rank does not make.
 """
 
@@ -45,7 +45,7 @@ from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.program import user_line
 
-# Owner of graphs that are compiled as they are, without the rest of a step.
+# Owner of graphs that are compiled by themselves, without the rest of a step.
 FORWARD = "forward"
 
 _OWN_MEMORY = (
@@ -53,19 +53,19 @@ _OWN_MEMORY = (
     "Dynamo traces otherwise"
 )
 
-# Dynamo traces code again for what changes nothing: variants are by content.
+# Keyed by content: Dynamo may trace the same code again to an identical graph.
 _VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDictionary()
 
 
 def forget() -> None:
-    """Share nothing of what was compiled so far with graphs to come: what
-    ``torch.compiler.reset()`` calls of a backend."""
+    """Forget the compiled variants, so that later graphs share none of them.
+    ``torch.compiler.reset()`` calls this."""
     _VARIANTS.clear()
     drift.forget()
 
 
 class Calls:
-    """What Dynamo calls for one of its graphs."""
+    """Is the callable that Dynamo calls for one of its graphs."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Calls:
         compile_as: CompileGraph,
         owner: object,
     ) -> None:
-        """``compile_as`` compiles it as ``job`` says, for sizes. ``owner``: graphs of
-        other owners share nothing with this one."""
+        """Prepare the calls of ``gm``, which ``compile_as`` compiles as ``job`` says.
+        ``owner``: graphs of different owners share no variants."""
         inputs, options, ranks = job.named_inputs, job.options, job.ranks
         self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
@@ -108,7 +108,7 @@ class Calls:
             variants=self.variants,
         )
         self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
-        self.fresh = True  # what it is fed was not compared in full
+        self.fresh = True  # its inputs were not yet compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
@@ -118,7 +118,7 @@ class Calls:
             return self._variant(args)(*args)
 
     def _variant(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """The variant to run, once all ranks are known to call this graph."""
+        """Meet the other ranks, and return the variant that all of them run."""
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         word = f"{head}\t{self.drift.word(args)}"
@@ -133,9 +133,10 @@ class Calls:
         return run
 
     def _head(self, sizes: Sizes) -> str:
-        """The word of a call on these sizes, without sums: a digest of all that ranks
-        must have the same, the variant to run if others have the sizes they had last,
-        and whether all must be compared."""
+        """Return what a rank writes of a call on these sizes, without checksums: a
+        digest of all that ranks must have the same, the number of the variant last run
+        for these sizes or one in range (0: none), and whether inputs must be compared
+        in full."""
         far = self.options.replan is None
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
@@ -143,7 +144,7 @@ class Calls:
         return self.heads[sizes]
 
     def _asked(self, sizes: Sizes) -> str:
-        """What all ranks must call: which program, by which options, on which sizes."""
+        """Return, as JSON, the program, options and sizes that all ranks must share."""
         return _as_text(
             [self.identity, self.options_digest, sizes.shapes, sizes.numbers]
         )
@@ -155,8 +156,9 @@ class Calls:
         sizes: Sizes,
         args: Sequence[Any],
     ) -> Callable[..., Any]:
-        """The variant to run, the same on every rank, for what all have written: heads,
-        and sums of what they feed, hold and were given back (``drift``)."""
+        """Return the variant to run, the same on every rank, given what each rank
+        wrote: its head, and its checksums of inputs, state and gradients
+        (``drift``)."""
         digests, last, fresh = zip(*(head.split(" ") for head in heads), strict=True)
         if len(set(digests)) > 1:
             self._refuse(sizes)
@@ -182,8 +184,8 @@ class Calls:
         return self.variants.run[number]
 
     def _refuse(self, sizes: Sizes) -> None:
-        """Raise an error that says in what the calls of ranks differ, on all of them:
-        their options, programs or sizes."""
+        """Raise, on all ranks, an error that says in what their calls differ: options,
+        programs or sizes."""
         own = self._asked(sizes)
         programs, options, *fed = _gathered(own)
         if len(set(options)) > 1:
@@ -199,7 +201,7 @@ class Calls:
         consensus.agree("a call", digest(own), own, what="the call")
 
     def _refuse_others(self, sizes: Sizes) -> None:
-        """Raise RankMismatchError, on all ranks: they call other programs."""
+        """Raise RankMismatchError, on all ranks, since they call different programs."""
         names = [self.inputs[i].name for i in self.fed.tensors]
         shapes = zip(names, map(list, sizes.shapes), strict=True)
         lines = [f"{name}: {shape}" for name, shape in shapes]
@@ -213,11 +215,11 @@ class Calls:
             raise
 
     def _new(self, sizes: Sizes, args: Sequence[Any]) -> int:
-        """Compile for sizes; the number of what was made. All ranks come here alike,
-        and if one fails all do: Dynamo forgets the graph then, so that the next call
-        reads options again."""
+        """Compile a variant for sizes, and return its number. All ranks come here, and
+        if one fails all do: Dynamo forgets the graph then, so that the next call reads
+        options again."""
         try:
-            if self.ranks.world is None:  # places compile apart
+            if self.ranks.world is None:  # places compile separately
                 measure_first(self.options)
             with presence.works(f"compiles {self.what}"):
                 run, range_ = self.compiler.for_sizes(args)
@@ -234,8 +236,8 @@ class Calls:
 
 
 def meet_first(options: Options, ranks: Ranks, what: str) -> None:
-    """Raise RankMismatchError on all ranks if they come to a first call with other
-    options, some of them in local mode, where all ranks meet at that call alone."""
+    """Raise RankMismatchError on all ranks if their options differ at a first call.
+    In local mode all ranks meet at that call alone."""
     text = options_text(options, ranks)
     call_text = _as_text(["", digest(text), (), ()])
     words = meet(CALL, f"{_head(call_text, 0, fresh=True)}\t", what)
@@ -246,26 +248,26 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     measure_first(options)
 
 
-# What a rank asks of a call, as JSON. ``json.dumps`` makes an encoder at each call.
+# Made once: ``json.dumps`` makes an encoder at each call.
 _as_text = json.JSONEncoder(default=str).encode
 
 
 def _head(call_text: str, last: int, *, fresh: bool) -> str:
-    """As ``Calls._head``, of what ``Calls._asked`` gives."""
+    """Return the head (``Calls._head``) for a text of ``Calls._asked``."""
     return f"{digest(call_text)} {last} {fresh}"
 
 
 def _gathered(call_text: str) -> list[tuple[Any, ...]]:
-    """What each rank asks of a call, in full, by kind and by rank: its program, its
-    options, and shapes and numbers that it is fed."""
+    """Gather ``call_text`` of all ranks, and return four tuples with an entry for each
+    rank: digests of programs, digests of options, shapes, and numbers."""
     every = consensus.gather("a call in full", call_text)
     return list(zip(*map(json.loads, every), strict=True))
 
 
-_variant_numbers = itertools.count(1)  # variants of a process by itself
+_variant_numbers = itertools.count(1)  # for a process without other ranks
 
 
 def _number() -> int:
-    """Of what all ranks compile now: that of the call, which they count alike."""
+    """Return the number of a new variant: the count of meetings, equal on all ranks."""
     channel = current()
     return next(_variant_numbers) if channel is None else channel.meetings

@@ -1,9 +1,9 @@
-"""Variants of a graph: for sizes that stay open, or for those of a call alone.
+"""Compiles variants of a graph: for sizes that stay open, or for one call's sizes.
 
-In: a Dynamo graph with what it is fed, of the same sizes on all ranks, and what is
-asked of each variant, a ``CompileJob``. Out: a compiled callable, and what is known of
-the variants so far (``Variants``). All ranks come here in the same order. Never meets
-other ranks by itself.
+In: a Dynamo graph with its arguments, of the same sizes on all ranks, and a
+``CompileJob`` for each variant. Out: a compiled callable, and a record of the variants
+so far (``Variants``). All ranks come here in the same order. Never: a meeting with
+other ranks that this module starts.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
-# So many times as large sizes may be better off with another plan.
+# Sizes that differ by this factor may be better off with another plan.
 TWICE = 2.0
 
-# What could not be left open for so many sets of sizes is fixed from then on.
+# After so many failures to leave sizes open, all sizes are fixed.
 MOST_REFUSALS = 2
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One graph to compile: everything but the graph itself."""
+    """Holds all that the compilation of a graph takes, except the graph itself."""
 
-    # Of the compiled function, as they were read.
+    # Options of the compiled function, as they were read.
     options: Options
     # This rank in the mesh, and its process groups.
     ranks: Ranks
@@ -75,19 +75,19 @@ CompileGraph = Callable[[CompileJob, fx.GraphModule, Sequence[Any]], Any]
 
 @dataclass
 class Variants:
-    """What is compiled of graphs of one content."""
+    """Holds what was compiled of graphs with the same content."""
 
-    # By number, which all ranks count alike.
+    # Compiled callables by number, which is the same on all ranks.
     run: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    # The number for sizes.
+    # The number of the variant for sizes.
     keys: dict[Sizes, int] = field(default_factory=dict)
-    # The number last run for sizes.
+    # The number of the variant last run for sizes.
     last: dict[Sizes, int] = field(default_factory=dict)
-    # Of variants that leave sizes open, by number, the sizes they hold for.
+    # By number: the sizes that a variant with open sizes holds for.
     ranges: dict[int, SizeRange] = field(default_factory=dict)
-    # Why the last one could not be made; "" if it could.
+    # Why the last variant with open sizes could not be made; "" if it could.
     refused: str = ""
-    # How many could not be made; no more than MOST_REFUSALS are tried.
+    # How many of those could not be made; MOST_REFUSALS end the attempts.
     refusals: int = 0
     # Names of sizes that could not be left open.
     closed: set[str] = field(default_factory=set)
@@ -95,9 +95,9 @@ class Variants:
     planned_for: dict[Sizes, int] = field(default_factory=dict)
 
     def in_range(self, sizes: Sizes, *, far: bool = True) -> int:
-        """The number of a variant that leaves sizes open, and holds for these: of the
-        nearest ones that were planned for. 0 if none does, or, unless they may be
-        ``far`` from these, if one is twice or half of what it was."""
+        """Return the number of the variant with open sizes that holds for ``sizes``,
+        the one planned for the nearest sizes. 0 if none does, or, unless ``far``, if
+        some size differs from the planned one by TWICE or more."""
         hold = {
             number
             for number in set(self.planned_for.values())
@@ -116,34 +116,33 @@ class Variants:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantCompiler:
-    """Compiles one Dynamo graph, as it is called, for sizes."""
+    """Compiles a Dynamo graph for the sizes of a call."""
 
-    # As Dynamo gave it.
     gm: fx.GraphModule
     # What is asked of each variant.
     job: CompileJob
     # Which inputs ranks feed, and their sizes.
     fed: Fed
-    # Those that Dynamo keeps open.
+    # Sizes that Dynamo keeps open.
     sizes: Sequence[OpenSize]
     # Whether any size may be left open.
     opens: bool
-    # Compiles what this hands it.
+    # Compiles a graph as a job says.
     compile: CompileGraph
-    # What is known so far; kept up to date.
+    # Variants so far; ``for_sizes`` updates it.
     variants: Variants
 
     def for_sizes(
         self, args: Sequence[Any]
     ) -> tuple[Callable[..., Any], SizeRange | None]:
-        """The variant for the sizes of these arguments, and those that it holds for if
-        it leaves some open."""
+        """Return a variant for the sizes of these arguments, and the sizes that it
+        holds for, None if it leaves none open."""
         return self._open(args) or (self._fixed(args), None)
 
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
-        """A variant that leaves sizes open, and the sizes that it holds for; one that
-        is there, if it holds for these sizes, and its plan stands. None if they are to
-        be fixed."""
+        """Return a variant that leaves sizes open, and the sizes that it holds for: an
+        existing one if it holds for these sizes and its plan stands, else a new one.
+        None if sizes are to be fixed."""
         sizes = self._to_open(args)
         if not self.opens and sizes:
             self.variants.refused = "what is asked for takes sizes that are known"
@@ -182,8 +181,8 @@ class VariantCompiler:
         plan: Plan | None,
         rival: Plan | None,
     ) -> tuple[Callable[..., Any], SizeRange]:
-        """``_open`` of these sizes, multiples of their ``units``, by a plan if one is
-        given. Raises PlanStands if ``rival`` is not to be replaced."""
+        """Compile a variant with ``sizes`` open, as multiples of ``units``, by ``plan``
+        if given. Raises PlanStands if ``rival`` is not to be replaced."""
         gm = _torch.dynamo.copy_graph(self.gm)
         several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
         if not several:
@@ -200,12 +199,12 @@ class VariantCompiler:
         return opened.caller(run, run.sizes.written), size_range
 
     def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
-        """Sizes to leave open: those that Dynamo does."""
+        """Return the sizes to leave open: above 1, open in Dynamo, and not closed."""
         sizes = [x for x in self.sizes if x.name not in self.variants.closed]
         return [x for x in sizes if x.of(args) > 1]
 
     def _fixed(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """A variant for the sizes of these arguments alone."""
+        """Return a variant for the sizes of these arguments alone."""
         gm = _torch.dynamo.copy_graph(self.gm)
         refused = self.variants.refused
         notes = (f"sizes are fixed: {refused}",) if refused else ()
@@ -215,6 +214,6 @@ class VariantCompiler:
 
 
 def is_strided(x: Any) -> bool:
-    """Whether a value is a tensor that lies by strides, and no rank's part."""
+    """Return whether a value is a tensor with strides, and not a DTensor."""
     strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
     return strided and not isinstance(x, DTensor)
