@@ -118,6 +118,7 @@ class Variants:
 class VariantCompiler:
     """Compiles a Dynamo graph for the sizes of a call."""
 
+    # The graph as Dynamo gave it.
     gm: fx.GraphModule
     # What is asked of each variant.
     job: CompileJob

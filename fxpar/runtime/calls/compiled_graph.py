@@ -1,6 +1,9 @@
-"""What surrounds a compiled graph: its checks, its results' marks, its signature.
+"""Wraps a compiled graph in what each call needs, and checks and edits Dynamo graphs.
 
-Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` runs.
+In: a Dynamo graph, and what AOTAutograd compiled of it. Out: a ``Compiled``, which
+``call_variants.Calls`` runs: it checks arguments at the first call, watches the
+backward, and returns results as DTensors where asked; or an error with the user's line.
+Never: a change of what a graph computes.
 """
 
 from __future__ import annotations
@@ -50,13 +53,13 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def plans() -> list[Plan]:
-    """The plans ``torch.compile(backend="fxpar")`` made in this process, in order."""
+    """Return the plans that the fxpar backend made in this process, in order."""
     return list(_PLANS)
 
 
 @contextlib.contextmanager
 def refusing_data(gm: fx.GraphModule) -> Iterator[None]:
-    """Inside, a graph that depends on data is refused as one, with the user's line."""
+    """Raise PlanError, with the user's line, if tracing in the block depends on data."""
     try:
         yield
     except FxparError:
@@ -69,8 +72,8 @@ def refusing_data(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
-    """What to say of a Dynamo graph that cannot be traced because a number or a shape
-    in it is that of data; None if ``error`` is something else."""
+    """Return the error for a Dynamo graph that cannot be traced because a number or a
+    shape in it depends on data; None if ``error`` has another cause."""
     kind = _torch.aot.untraceable(error)
     if kind not in ("value", "shape"):
         return None
@@ -111,10 +114,10 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
 
 
 def raiser(error: FxparError) -> Callable[..., Any]:
-    """A compiled function that can only say why there is none.
+    """Return a function that raises ``error`` in place of a compiled graph.
 
-    It says so once: Dynamo forgets it, so that the next call compiles again, with the
-    options and the environment of then. Ranks that come to the call are told.
+    It does so once: Dynamo forgets it, so that the next call compiles again, with the
+    options and the environment of that time. Ranks that come to the call get the error.
     """
 
     def fail(*_: Any) -> Any:
@@ -127,9 +130,9 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled graph, as it is called."""
+    """Is a compiled graph, which is called with the arguments of one rank."""
 
-    # What AOTAutograd made.
+    # The callable that AOTAutograd made.
     compiled: Callable[..., Any]
     # Run at its first call.
     checks: Sequence[Callable[[Sequence[Any]], None]]
@@ -137,21 +140,21 @@ class Compiled:
     plan: Plan | None
     # Specs of its results, by position.
     results: Mapping[int, Spec]
-    # Of its arguments.
+    # Names of its arguments.
     names: Sequence[str]
-    # That it was compiled by.
+    # Options it was compiled with.
     options: Options
-    # That run it.
+    # This rank in the mesh, and its process groups.
     ranks: Ranks
-    # The user's line of the graph break it ends in.
+    # The user's line of the graph break that ends the graph, if any.
     broken_at: str | None
-    # Those it holds for, where it leaves some open.
+    # The sizes it holds for; None: it leaves none open.
     sizes: SizeRange | None = None
     # The user's line of its last result.
     made_at: str | None = None
     # Positions of the arguments that it writes to.
     written: Collection[int] = ()
-    # Compiles it for the room of all ranks (``rows_to_experts``).
+    # Compiles the graph for the room of all ranks (``rows_to_experts``).
     with_room: WithRoom | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +195,7 @@ class Compiled:
             drift.note_gradients(self.made_at, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
-        """Its first call."""
+        """Check the arguments, and run the graph for the first time."""
         with stage(FIRST):
             for check in self.checks:
                 check(args)
@@ -200,8 +203,8 @@ class Compiled:
             return self.compiled(*args)
 
     def _dressed(self, outputs: Any) -> Any:
-        """Results as DTensors. One that the graph does not compute (an input handed
-        through) is a global value."""
+        """Return the results as DTensors. One that the graph does not compute (an input
+        handed through) is a global value."""
         return type(outputs)(
             self.ranks.dtensor(x, self.results.get(i) or Spec.whole(x.dim()))
             if isinstance(x, torch.Tensor)
@@ -210,13 +213,13 @@ class Compiled:
         )
 
 
-# (room, arguments) -> what is compiled for them.
+# (room, arguments) -> the graph compiled for them.
 WithRoom = Callable[[int, Sequence[Any]], Compiled]
 
 
 def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there, and manual
-    regions are of one rank."""
+    """Prepare a Dynamo graph for one device, in place, and return it: without
+    ``fxpar.constrain``, and with manual regions as on one rank."""
     for node in list(gm.graph.nodes):
         if str(node.target).startswith("fxpar.constrain"):
             node.replace_all_uses_with(node.args[0])
@@ -227,15 +230,15 @@ def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def homes(gm: fx.GraphModule) -> list[Home]:
-    """The sharded models whose parameters a Dynamo graph uses."""
+    """Return the sharded models whose parameters a Dynamo graph uses."""
     numbers = [node.args[-1] for node in _crossings(gm)]
     models = map(home_of, dict.fromkeys(numbers))
     return [home for home in models if home is not None]
 
 
 def refuse_written_parameters(gm: fx.GraphModule) -> None:
-    """Raise ShardError if a Dynamo graph writes to a parameter at rest: what it writes
-    to is the global value, which is there for this graph alone."""
+    """Raise ShardError if a Dynamo graph writes to a parameter at rest: the write would
+    change the global value, which exists in this graph alone."""
     parameters: dict[int, fx.Node] = {}  # by the memory of their values
     for node in _crossings(gm):
         home, values = home_of(node.args[-1]), [node]
@@ -245,7 +248,7 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
             memory = _torch.objects.memory_of(value.meta["example_value"])
             parameters.setdefault(memory, value)
     for node in gm.graph.nodes if parameters else ():
-        # ``x.data`` counts writes by itself.
+        # ``x.data`` has a version counter of its own.
         x = node.meta.get("example_value")
         if not isinstance(x, torch.Tensor) or not _torch.objects.version_of(x):
             continue
@@ -256,10 +259,10 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
 
 
 def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
-    """What makes of the call of a Dynamo graph one that raises ShardError if code
-    between graphs wrote to a parameter at rest: what that writes to is the global
-    value, which a graph returned. A backward raises torch's error if a parameter it
-    needs was written since the call. Asked before ``forget_homes``."""
+    """Return a wrapper for the call of a Dynamo graph. The wrapped call raises
+    ShardError if code between graphs wrote to the global value of a parameter at rest,
+    which a graph returned. A backward raises torch's error if a parameter it needs was
+    written since the call. To be called before ``forget_homes``."""
     models, results = homes(gm), gm.graph.output_node().args[0]
     returned: dict[int, tuple[Home, str]] = {}
     for crossing in _crossings(gm):
@@ -291,7 +294,7 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
 def refuse_nested(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> None:
-    """Raise PlanError if an input is a nested tensor: its rows have lengths that are no
+    """Raise PlanError if an input is a nested tensor: the lengths of its rows are not
     sizes of the program."""
     for node, name, x in zip(placeholders(gm), inputs, examples, strict=True):
         if isinstance(x, torch.Tensor) and x.is_nested:
@@ -304,8 +307,8 @@ def refuse_nested(
 
 
 def forget_homes(gm: fx.GraphModule) -> None:
-    """Leave out of a Dynamo graph which models of this process its parameters are of,
-    so that it is the same program at every start."""
+    """Remove from a Dynamo graph, in place, the numbers of the models that own its
+    parameters, so that it is the same program at every start of the process."""
     for node in _crossings(gm):
         node.args = (*node.args[:-1], -1)
     gm.recompile()
@@ -318,7 +321,7 @@ def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
-    """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
+    """Make Dynamo trace again if a model was not traced with the dtypes in options."""
     param_dtype = getattr(torch, options.param_dtype) if options.param_dtype else None
     reduce_dtype = options.reduce_dtype or ""
     stale = [

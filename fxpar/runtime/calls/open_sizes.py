@@ -1,10 +1,10 @@
-"""A Dynamo graph with its sizes left open: one program for a range of sizes.
+"""Leaves sizes of a Dynamo graph open, so that one program serves a range of sizes.
 
-In: a graph whose inputs have sizes that Dynamo left open, and what it is called with.
-Out: the graph with a number among its inputs for each open size, ``OpenProgram``, and
-once that is compiled the sizes that it holds for, ``SizeRange``. A size that is fed is
-a multiple of its number, so that a size that the plan splits divides by itself: for
-other sizes another program is made.
+In: a graph whose inputs have sizes that Dynamo left open, and the arguments of a call.
+Out: the graph with a symbol among its inputs for each open size, ``OpenProgram``, and
+once that is compiled the sizes that it holds for, ``SizeRange``. A size in a call is a
+fixed multiple (its *unit*) of its symbol, so that a size that the plan splits divides
+evenly. Never: a run for sizes outside the range; another program is made for them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fxpar.sharding.plan import Plan
 
 
 class OpenSizesRefused(Exception):
-    """A program cannot be planned or compiled with its sizes left open."""
+    """Is raised where a program cannot be planned or compiled with open sizes."""
 
 
 def refusal_of(error: Exception) -> str:
-    """Why sizes cannot be left open, of an error that came of trying."""
+    """Return why sizes cannot be left open, given the error of an attempt."""
     if isinstance(error, OpenSizesRefused):
         return str(error)
     first = str(error).strip().splitlines() or [""]
@@ -39,8 +39,8 @@ def refusal_of(error: Exception) -> str:
 
 
 class DivisorsAsked(Exception):
-    """A plan splits open sizes, which must be multiples of ``divisors``, by name of
-    Dynamo's symbol; it holds for the program that is traced so."""
+    """Is raised where a plan splits open sizes, which must be multiples of ``divisors``
+    (by name of Dynamo's symbol); the plan holds for the program traced again so."""
 
     def __init__(self, divisors: Mapping[str, int], plan: Any) -> None:
         super().__init__(str(dict(divisors)))
@@ -48,32 +48,32 @@ class DivisorsAsked(Exception):
 
 
 class PlanStands(Exception):
-    """For the sizes of a call no plan is predicted to be faster than the one at hand by
-    what was asked."""
+    """Is raised where no plan for the sizes of a call is predicted to be faster than
+    the present one by the factor asked for."""
 
 
 @dataclass(frozen=True)
 class OpenSize:
-    """A size that Dynamo left open, and where it is found at a call."""
+    """Holds a size that Dynamo left open, and where the arguments of a call have it."""
 
     # Dynamo's symbol.
     name: str
     # Position among the inputs.
     place: int
-    # Of that input; None: it is a number, the size.
+    # Dim of that input; None: the input is a number, the size itself.
     dim: int | None
-    # As the user knows it.
+    # As messages name it: ``x.shape[0]``, or the name of a number.
     text: str
 
     def of(self, args: Sequence[Any]) -> int:
-        """The size that is fed."""
+        """Return the size in the arguments of a call."""
         x = args[self.place]
         return int(x if self.dim is None else x.shape[self.dim])
 
 
 def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> list[OpenSize]:
-    """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
-    itself."""
+    """Return the sizes that Dynamo left open in the inputs of a graph, each at the
+    first place where it is a bare symbol."""
     values = [example_of(node) for node in placeholders(gm)]
     places: list[tuple[Any, int, int | None]] = []
     for i, value in enumerate(values):
@@ -90,7 +90,7 @@ def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> list[OpenSiz
 
 @dataclass(frozen=True)
 class OpenProgram:
-    """A graph that takes a number for each of its open sizes, before its tensors."""
+    """Is a graph that takes a symbol for each open size, before its tensors."""
 
     # Its first inputs are the symbols, the others tensors.
     graph: fx.GraphModule
@@ -98,45 +98,45 @@ class OpenProgram:
     examples: Sequence[Any]
     # Names and kinds, in order of ``examples``.
     inputs: tuple[NamedInput, ...]
-    # Of the examples; its guards say which sizes the program holds for.
+    # Mode of the examples; its guards say which sizes the program holds for.
     fake_mode: Any
-    # One for each symbol; others that are equal go with it.
+    # One for each symbol; it stands for all sizes equal to it.
     sizes: tuple[OpenSize, ...]
-    # What is traced for each of ``sizes``, divided by ``units``.
+    # The symbols traced: each of ``sizes`` divided by its unit.
     symbols: tuple[torch.SymInt, ...]
-    # Of the symbols, as guards call them.
+    # Names of the symbols in guards.
     names: tuple[str, ...]
-    # What is fed of each open size is so many times its symbol.
+    # For each open size, the factor between the size and its symbol.
     units: tuple[int, ...]
-    # What Dynamo knows of the shapes of ``Sizes``.
+    # Shapes of ``Sizes``, in numbers and symbols.
     shapes: tuple[tuple[Any, ...], ...]
-    # What Dynamo knows of the numbers of ``Sizes``.
+    # Numbers of ``Sizes``, as numbers and symbols.
     numbers: tuple[Any, ...]
-    # Of each open size, where it is found in these, as Python.
+    # For each open size, Python code that reads it from these two.
     places: tuple[str, ...]
-    # Positions of the tensors among what Dynamo calls the graph with.
+    # Positions of the tensors among the arguments of Dynamo's call.
     tensors: tuple[int, ...]
-    # Of these, those that were traced as contiguous.
+    # Those of ``tensors`` that were traced as contiguous.
     dense: frozenset[int]
-    # Of these, those that are not, and so are copied.
+    # Those of ``dense`` that are not contiguous, and so are copied.
     copied: frozenset[int]
 
     def divisors_asked(self) -> dict[str, int]:
-        """What its sizes must be multiples of, by name, for the plan that was made."""
+        """Return the divisors, by name, that the plan made requires of its sizes."""
         divisors = _torch.symbols.divisors_asked(self.names, self.fake_mode)
         each = zip(self.sizes, self.names, strict=True)
         return {size.name: divisors[name] for size, name in each if name in divisors}
 
     def fixed(self) -> list[OpenSize]:
-        """The sizes that guards have fixed to what they were, once it is compiled."""
+        """Return the sizes that guards fixed to their traced values in compilation."""
         return [self.sizes[i] for i in _torch.symbols.fixed(self.symbols)]
 
     def caller(
         self, run: Callable[..., Any], written: Collection[int]
     ) -> Callable[..., Any]:
-        """The compiled program, called with what Dynamo calls its graph with.
-        ``written``: positions of its inputs that it writes to, which may not be copied:
-        the others are where they do not lie in memory as traced."""
+        """Return a callable that takes the arguments of Dynamo's call, and runs the
+        compiled program. ``written``: positions of its inputs that it writes to, which
+        may not be copied; others are made contiguous if traced so."""
         first = len(self.symbols)
         dense = self.dense.difference(self.tensors[i - first] for i in written)
         places = tuple(zip(self.sizes, self.units, strict=True))
@@ -159,15 +159,15 @@ def open_program(
     sizes: Sequence[OpenSize],
     units: Mapping[str, int],
 ) -> OpenProgram:
-    """A graph (a copy, changed in place) with ``sizes`` left open, others as fed.
+    """Return ``gm``, changed in place, with ``sizes`` open and others as in ``args``.
 
-    ``units``: of a size by name, what it is a multiple of. Raises OpenSizesRefused.
+    ``units``: by name, the divisor of a size. Raises OpenSizesRefused.
     """
     mode = _torch.symbols.open_mode()
     values = [example_of(node) for node in placeholders(gm)]
     every = open_sizes(gm, inputs)
     size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
-    # Sizes that are equal now are taken to be so in the whole range.
+    # Sizes that are equal now are taken to be equal in the whole range.
     alike: dict[Any, list[OpenSize]] = {}
     for size in sizes:
         alike.setdefault((size_values[size.name], size.dim), []).append(size)
@@ -233,8 +233,8 @@ def open_program(
 def _example(
     x: Any, value: Any, size_values: Mapping[str, Any], mode: Any
 ) -> tuple[Any, bool]:
-    """An input as a fake with symbols for its sizes; whether it has some, and is
-    contiguous."""
+    """Return an input as a fake with symbols for its open sizes, and whether it is
+    traced as contiguous with some open."""
     if not isinstance(x, torch.Tensor):
         number = isinstance(value, torch.SymInt)
         return substituted(value, size_values) if number else x, False
@@ -260,7 +260,7 @@ def _take_symbols(
     examples: Sequence[Any],
     tensors: Collection[int],
 ) -> None:
-    """Let a graph take the symbols as inputs, and compute its numbers from them."""
+    """Make a graph take the symbols as inputs, and compute its numbers from them."""
     nodes, graph = placeholders(gm), gm.graph
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
@@ -277,24 +277,24 @@ def _take_symbols(
 
 @dataclass(frozen=True)
 class SizeRange:
-    """The sizes that a compiled program holds for."""
+    """Holds the sizes that a compiled program can run with."""
 
-    # What it was to leave open, and could not.
+    # Sizes that were to be left open, but were fixed by guards.
     fixed: tuple[OpenSize, ...]
     # Positions of the program's inputs that it writes to.
     written: frozenset[int]
     # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
     contains: Callable[[Any, Any], bool] = field(repr=False)
-    # As the plan says it.
+    # The conditions on sizes, as the plan prints them.
     text: str
     # The plan that was made for some of them.
     plan: Plan | None = None
 
 
 def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange:
-    """The sizes that a program holds for, once it is traced and compiled. ``written``:
-    positions of the inputs that it writes to. Raises OpenSizesRefused where that cannot
-    be said."""
+    """Return the sizes that a program holds for, once it is traced and compiled.
+    ``written``: positions of the inputs that it writes to. Raises OpenSizesRefused if
+    the sizes cannot be expressed, or if a copied input is written to."""
     first = len(program.symbols)
     if program.copied.intersection(program.tensors[i - first] for i in written):
         raise OpenSizesRefused("a part of a larger tensor is written to")
@@ -323,12 +323,12 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     )
 
 
-# Conditions on sizes that a plan spells out.
+# The number of conditions on sizes that a plan prints.
 MOST_CONDITIONS = 6
 
 
 def shortened(text: str) -> str:
-    """Conditions on sizes, the longest of many as their number alone."""
+    """Return conditions on sizes, with the longest of many replaced by their count."""
     conditions = text.split(" and ")
     shortest = sorted(conditions, key=len)[:MOST_CONDITIONS]
     left = len(conditions) - len(shortest)
