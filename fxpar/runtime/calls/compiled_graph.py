@@ -59,7 +59,7 @@ def plans() -> list[Plan]:
 
 @contextlib.contextmanager
 def refusing_data(gm: fx.GraphModule) -> Iterator[None]:
-    """Raise PlanError, with the user's line, if tracing in the block depends on data."""
+    """Raise PlanError, with the user's line, if the traced graph depends on data."""
     try:
         yield
     except FxparError:

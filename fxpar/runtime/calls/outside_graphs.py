@@ -1,14 +1,15 @@
-"""Calls of what was given to ``torch.compile``, and code of it that no graph contains.
+"""Watches calls of compiled functions, and warns of their code outside of graphs.
 
-A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
-break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
-call of what was compiled: it was one graph, from its first line to its last, or there
-is code outside. Then the user is told, once, why and what it costs.
+A backend sees only graphs. Code that Dynamo cannot trace (a frame it skips, code at a
+graph break, a disabled function) is run by each rank unchanged. In: each call of a
+compiled function or module (``watch``), and each graph that runs in it. Out: a warning,
+once, if a call was not one graph from its first line to its last; it says why and what
+that costs.
 
-In local mode a call is where ranks do as DistributedDataParallel does at a forward:
-parameters of its modules are watched, whose gradients become means over the ranks
-(``runtime.ranks.mean_gradients``), and their buffers become those of rank 0. A model
-inside DistributedDataParallel is left to that.
+In local mode ranks do at a call as DistributedDataParallel does at a forward: the
+parameters of its modules are watched, so that their gradients become means over the
+ranks (``runtime.ranks.mean_gradients``), and buffers become those of rank 0. Never: a
+reduction for a model inside DistributedDataParallel, which does this itself.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from fxpar.runtime.tracing import modules_of
 
 @dataclass(frozen=True)
 class _Outside:
-    """Code outside the graphs, as text."""
+    """Describes code outside of the graphs, as text."""
 
-    # What it is called in messages: mostly a qualified name.
+    # Its name in messages: mostly a qualified name.
     code: str
-    # As Dynamo says; "" if it does not.
+    # The reason that Dynamo gives; "" if none.
     why: str
     # The user's line; None if not known.
     where: str | None = None
@@ -66,18 +67,18 @@ class _Outside:
 
 @dataclass(eq=False)
 class _CompiledCallable:
-    """A compiled module or function."""
+    """Holds what is known of a compiled module or function."""
 
     fn: Any  # a weak reference
     # What messages call it: the class of a module, or the function.
     name: str
-    # As they were given to ``torch.compile``.
+    # The options given to ``torch.compile``.
     options: dict[str, Any] | None
-    # These, read at the first call; None before, or if they are wrong.
+    # The options as read at the first call; None before, or if they are wrong.
     settings: Options | None = None
-    # Modules in the frames Dynamo met.
+    # Modules in the frames that Dynamo met, by their ids.
     by_id: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
-    # Of each graph that ran, whether the whole call was in it.
+    # For each graph that ran, whether it contains the whole call.
     whole: weakref.WeakKeyDictionary[Any, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -85,17 +86,17 @@ class _CompiledCallable:
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Lines of graph breaks that a warning names.
     broken_at: set[str] = field(default_factory=set)
-    # Whether this rank joined the mesh for it though nothing of it is compiled.
+    # Whether this rank joined the mesh for it although no graph ran.
     is_joined: bool = False
-    group: Any = None  # a weak reference: the one whose ranks know of it
-    explained: Any = None  # a weak reference: the one in which code outside was said
-    # In that group: this process on the mesh, where it takes part in means.
+    group: Any = None  # a weak reference: the group whose ranks know of it
+    explained: Any = None  # a weak reference: the group when calls were explained
+    # This process on the mesh of ``group``; None: it takes no part in means.
     ranks: Ranks | None = None
     # Modules that have buffers.
     with_buffers: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    # After how many backwards and calls of whole models its buffers were made equal.
+    # (backwards, calls of whole models) when its buffers were last made equal.
     equal_since: tuple[int, int] | None = None
-    # Kinds of warnings of plans that were given.
+    # Kinds of warnings of plans that were already given.
     warnings_of_plans: set[str] = field(default_factory=set)
 
     @property
@@ -103,7 +104,7 @@ class _CompiledCallable:
         return self.settings is not None and self.settings.inputs == "local"
 
     def modules(self) -> dict[str, nn.Module]:
-        """The module it is, or those its code uses, as far as they are known."""
+        """Return, by name, the module it is, or known modules that its code uses."""
         fn = self.fn()
         modules = modules_of(fn) if fn is not None else {}
         if not isinstance(fn, nn.Module) and "" not in modules:
@@ -117,16 +118,16 @@ class _CompiledCallable:
 
 @dataclass(eq=False)
 class _Call:
-    # The callable that is called.
+    # The callable of this call.
     watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
-    breaks_before: int  # that Dynamo had met
-    # Of each graph that ran in it, whether the whole call was in it.
+    breaks_before: int  # graph breaks that Dynamo had met
+    # For each graph that ran in it, whether it contains the whole call.
     ran: list[bool] = field(default_factory=list)
 
 
 class _Calls(threading.local):
-    """The calls under way in a thread, each inside the one before."""
+    """Holds the calls in progress in a thread, each inside the one before."""
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
@@ -137,9 +138,10 @@ _skipped: dict[types.CodeType, _Outside] = {}
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
+    """Return two callbacks for a compiled ``fn``, for ``_torch.dynamo.on_compile``: one
+    that begins a call and returns what ends it, and one for each frame Dynamo meets.
 
-    Ranks that wait for this one can know from now on where it is."""
+    From now on ranks that wait for this one can know where it is."""
     meeting.current()
     owner = getattr(fn, "__self__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -167,8 +169,9 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
 
 
 def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], None]:
-    """What to call before each call of a program that has a model inside, other than by
-    ``torch.compile``: in local mode ranks begin with equal parameters and buffers."""
+    """Return a function to call before each call of a program that contains a model
+    but was not made by ``torch.compile``: in local mode ranks begin with equal
+    parameters and buffers."""
     name = type(model).__name__
     watched = _CompiledCallable(weakref.ref(model), name, options)
 
@@ -182,13 +185,13 @@ def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Non
 
 
 def options_of_call() -> Options | None:
-    """The options of the compiled function that is being called; None outside."""
+    """Return the options of the compiled function in progress; None outside of one."""
     return _calls.stack[-1].watched.settings if _calls.stack else None
 
 
 def warnings_of_plans() -> set[str]:
-    """Kinds of warnings that were given of the compiled function that is being called,
-    to which more are added; empty outside."""
+    """Return the kinds of plan warnings already given for the compiled function in
+    progress, a set that callers add to; an empty one outside of a call."""
     return _calls.stack[-1].watched.warnings_of_plans if _calls.stack else set()
 
 
@@ -201,7 +204,7 @@ def _read(watched: _CompiledCallable) -> None:
     try:
         watched.settings = Options.read(watched.options)
     except OptionError:
-        return  # which the backend raises where the user sees it
+        return  # the backend raises it where the user sees it
     for root in watched.modules().values():
         for module in root.modules():
             _tell_home(module, local=watched.local)
@@ -217,7 +220,7 @@ _ROOTS = [0]  # calls of whole models with buffers so far
 
 
 def _begin_local(watched: _CompiledCallable) -> None:
-    """A call in local mode begins: watch what is new, make buffers equal."""
+    """Begin a call in local mode: watch new parameters, and make buffers equal."""
     group = _torch.distributed.default_group()
     is_first = watched.group is None or watched.group() is not group or group is None
     if is_first:
@@ -232,12 +235,12 @@ def _begin_local(watched: _CompiledCallable) -> None:
         try:
             meet_first(watched.settings, watched.ranks, f"a call of {watched.name}")
         except FxparError:
-            watched.settings = watched.group = None  # are read again
+            watched.settings = watched.group = None  # so that both are read again
             raise
         over = functools.partial(_mean_over, watched.ranks)
         modules, fn = watched.modules(), watched.fn()
         around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
-        if around is not None:  # it may have parameters that no graph will take
+        if around is not None:  # it may have parameters that no graph takes
             modules = {type(around).__name__: around, **modules}
             for module in around.modules():
                 _tell_home(module, local=True)
@@ -255,8 +258,9 @@ def _watch_trained_with(
     modules: Mapping[str, nn.Module],
     over: Callable[[nn.Parameter], MeanOver | None],
 ) -> None:
-    """Watch what optimizers of the parameters of modules train besides: parts of a
-    model that are not compiled, and read what is. Who steps otherwise is warned."""
+    """Watch the other parameters of optimizers that train parameters of ``modules``:
+    those of model parts that are not compiled. Also make later steps warn of gradients
+    that nobody averages."""
     ours = {id(p) for module in modules.values() for p in module.parameters()}
     for optimizer in _torch.objects.live_optimizers():
         trained = _torch.objects.parameters_of(optimizer)
@@ -275,11 +279,11 @@ def _warn_at_steps() -> None:
     register_optimizer_step_pre_hook(_warn_of_own_gradients)
 
 
-_STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were looked at
+_STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were checked
 
 
 def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Warn once of gradients that nobody averages, at the step that takes them."""
+    """Warn, once per optimizer, of gradients in its step that nobody averages."""
     if optimizer in _STEPPED or not mean_gradients.takes_part():
         return
     trained = _torch.objects.parameters_of(optimizer)
@@ -306,7 +310,7 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _join(watched: _CompiledCallable) -> Ranks | None:
-    """This process on the mesh; None where nobody has other parts of the batch."""
+    """Join the mesh, and return this process on it; None if no axis is manual."""
     assert watched.settings is not None
     settings = watched.settings
     if settings.mesh is None:
@@ -319,8 +323,9 @@ def _join(watched: _CompiledCallable) -> Ranks | None:
 
 
 def _mean_over(ranks: Ranks, parameter: nn.Parameter) -> MeanOver | None:
-    """The ranks that have other gradients of a parameter: those along manual axes. Of
-    one of ``fxpar.shard`` they are reduced where its global value is read."""
+    """Return the ranks to average the gradient of a parameter over, those along manual
+    axes. None for one of ``fxpar.shard``: it is reduced where its global value is
+    read."""
     if isinstance(parameter, DTensor):
         return None
     assert ranks.manual is not None
@@ -332,8 +337,8 @@ _DDP: WeakSet[nn.Module] = WeakSet()  # wrappers that were met
 
 
 def _leave_to_ddp(watched: _CompiledCallable) -> None:
-    """Leave to DistributedDataParallel, around or inside, what it reduces and makes
-    equal."""
+    """Stop watching parameters and buffers of a DistributedDataParallel around or
+    inside the module, which handles them itself."""
     around = _torch.dynamo.surrounding_ddp()
     wrappers = [] if around is None else [around]
     if watched.ranks is not None and not watched.with_buffers:
@@ -358,9 +363,9 @@ def _list_buffers(watched: _CompiledCallable) -> None:
 
 
 def _make_buffers_equal(watched: _CompiledCallable) -> None:
-    """Buffers become those of rank 0, as they do before each forward of DDP. A part of
-    a model that is compiled by itself may be called often in one forward: there they
-    do once between two backwards."""
+    """Set buffers to those of rank 0, as DDP does before each forward. A part of a
+    model that is compiled by itself may be called often in one forward: its buffers are
+    set once between two backwards."""
     modules = [m for reference in watched.with_buffers if (m := reference())]
     buffers = {
         id(x): x
@@ -380,8 +385,9 @@ def _make_buffers_equal(watched: _CompiledCallable) -> None:
 
 
 def _take_buffers(name: str, buffers: Sequence[torch.Tensor]) -> None:
-    """Fill buffers with those of rank 0. Every rank calls this. ``name``: of what uses
-    them. Raises RankMismatchError if a rank does not come, or has other buffers."""
+    """Fill buffers with those of rank 0. Every rank calls this. ``name``: of the
+    callable that uses them, for messages. Raises RankMismatchError if a rank does not
+    come, or has other buffers."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for x in buffers:
         groups.setdefault((x.dtype, x.device), []).append(x)
@@ -410,7 +416,7 @@ def _take_buffers(name: str, buffers: Sequence[torch.Tensor]) -> None:
 def _meet_frame(
     watched: _CompiledCallable, frame: types.FrameType, error: Exception | None
 ) -> None:
-    """Dynamo met a frame; an error means that it skips it."""
+    """Note a frame that Dynamo met; with an ``error``, one that it skips."""
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
             watched.by_id[id(value)] = weakref.ref(value)
@@ -435,8 +441,8 @@ def graph_runs(
     args: Sequence[Any],
     names: Sequence[str] = (),
 ) -> None:
-    """Note that a compiled graph runs, inside the call that is under way. ``names``: of
-    its arguments."""
+    """Note that a compiled graph runs inside the call in progress. ``names``: of its
+    arguments."""
     if not _calls.stack:
         return
     call = _calls.stack[-1]
@@ -459,7 +465,7 @@ def graph_runs(
 
 
 def _note_modules(watched: _CompiledCallable) -> None:
-    """Watch the parameters of modules that are known by now."""
+    """Watch the parameters of the modules that are known so far."""
     if watched.ranks is None or not mean_gradients.takes_part():
         return
     modules = watched.modules().items()
@@ -483,7 +489,7 @@ def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
             f"parameter {i} under {key}": p
             for i, p in enumerate(mean_gradients.leaves_under(x))
         }
-        # DDP may be around of them.
+        # Not early: DDP may be around their modules.
         mean_gradients.note(watched.name, leaves, over, early=False)
         for p in leaves.values():
             if (home := getattr(p, HOME, None)) is not None:
@@ -491,7 +497,7 @@ def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
 
 
 def _leave() -> None:
-    """The end of a call."""
+    """End a call: note its code outside of graphs, and warn of it."""
     call = _calls.stack.pop()
     watched = call.watched
     if call.ran == [True] or sys.exc_info()[1] is not call.handled:
@@ -504,7 +510,7 @@ def _leave() -> None:
     if not call.ran and watched.local:
         _note_modules(watched)
     for why, where in _torch.dynamo.graph_breaks_since(call.breaks_before):
-        # Nothing was traced before it, so that no graph ends there.
+        # Nothing was traced before this break, so that no graph ends at it.
         if call.ran and where not in watched.broken_at:
             watched.broken_at.add(where)
             outside = _Outside("code at a graph break", why, where)
@@ -513,7 +519,7 @@ def _leave() -> None:
 
 
 def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
-    """Code outside the graphs was met: say so."""
+    """Warn of code outside of the graphs, after looking for the reasons once."""
     group = _torch.distributed.default_group()
     if not mean_gradients.takes_part():
         return
@@ -524,7 +530,7 @@ def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
 
 
 def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
-    """Why calls are not one graph, where no frame was met that says so."""
+    """Note why calls are not one graph where no frame that Dynamo met says it."""
     for module in watched.modules().values():
         for code in map(_code_of, module.modules()):
             if code in _skipped:
@@ -542,7 +548,7 @@ def _code_of(module: nn.Module) -> Any:
 
 
 def _say(watched: _CompiledCallable) -> None:
-    """Warn of what was not said yet, once per job: on rank 0."""
+    """Warn of code outside of the graphs that was not warned of yet, on rank 0."""
     if watched.local:
         cost = (
             "Each rank runs it as it stands, on its own part of the batch, as under DDP"
@@ -562,7 +568,7 @@ _SAID: WeakSet[nn.Module] = WeakSet()
 
 
 def warn_around(ranks: Ranks) -> None:
-    """Warn, once and on rank 0, of a wrapper around what is being compiled."""
+    """Warn, once and on rank 0, of a DistributedDataParallel around the model."""
     wrapper = _torch.dynamo.surrounding_ddp()
     if wrapper is None or ranks.mesh.size == 1 or ranks.rank != 0 or wrapper in _SAID:
         return

@@ -1,9 +1,10 @@
-"""Results that share memory, as they do on one device.
+"""Makes results of a graph share memory, as they do on one device.
 
-Of ``return z, z[0]`` without a gradient a graph gives two values, each gathered by
-itself. Here the graph returns what covers the others, and these are views of it: a
-write to one is seen in all, and nothing is sent twice. Results that are views of inputs
-or have gradients AOTAutograd makes so itself.
+For ``return z, z[0]`` without a gradient a graph gives two values, each gathered by
+itself. In: a Dynamo graph. Out: the graph without results that are views of others
+(``return_once``), and a call that adds them as views (``with_views``): a write to one
+is seen in all, and nothing is sent twice. Never: a view of an input, or one with a
+gradient; AOTAutograd makes these.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _memory_of = _torch.objects.memory_of
 
 @dataclass(frozen=True)
 class StridedLayout:
-    """Where the elements of a tensor lie in its memory; numbers or symbols."""
+    """Holds where the elements of a tensor are in its memory; numbers or symbols."""
 
     # Elements along each dim.
     size: tuple[Any, ...]
-    # Elements of the memory from one to the next, along each dim.
+    # Distance from one element to the next along each dim, in elements.
     stride: tuple[Any, ...]
-    # Elements of the memory before the first.
+    # Number of elements of the memory before the first.
     offset: Any
 
     @staticmethod
@@ -38,7 +39,7 @@ class StridedLayout:
         return StridedLayout(tuple(x.shape), x.stride(), x.storage_offset())
 
     def given(self, size_values: dict[str, int]) -> StridedLayout:
-        """With numbers for symbols, by their names."""
+        """Return the layout with numbers for symbols, by their names."""
 
         def number(n: Any) -> Any:
             return _symbols.substituted(n, size_values)
@@ -48,7 +49,7 @@ class StridedLayout:
 
     @property
     def span(self) -> range:
-        """The elements of the memory from the first to the last, as it was traced."""
+        """Return the range of memory from first to last element, for traced sizes."""
         sizes, strides = map(_symbols.hint_shape, (self.size, self.stride))
         begin = _symbols.hint_of(self.offset)
         if 0 in sizes:
@@ -59,21 +60,21 @@ class StridedLayout:
 
 @dataclass(frozen=True)
 class ResultView:
-    """A result of a Dynamo graph that is a view of another."""
+    """Is a result of a Dynamo graph that is a view of another result."""
 
-    # Of the view, among the results.
+    # Position of the view among the results.
     position: int
     # Position of the result that it is a view of.
     of: int
-    # Of the view.
+    # Layout of the view.
     layout: StridedLayout
-    # Of that other result.
+    # Layout of that other result.
     layout_of: StridedLayout
 
 
 def views_of_results(gm: fx.GraphModule) -> list[ResultView]:
-    """Results of a Dynamo graph that lie in the memory of another one, which fills its
-    own."""
+    """Return the results of a Dynamo graph that are views of another one, whose
+    elements are dense in its memory."""
     values = [_value(node) for node in gm.graph.output_node().args[0]]
     inputs = [*gm.graph.find_nodes(op="placeholder")]
     inputs += gm.graph.find_nodes(op="get_attr")
@@ -99,14 +100,14 @@ def views_of_results(gm: fx.GraphModule) -> list[ResultView]:
 
 
 def _value(node: Any) -> Any:
-    """The value of a node, a tensor that has strides, else None."""
+    """Return the value of a node if it is a tensor with strides, else None."""
     x = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
     return x if strided and not isinstance(x, DTensor) else None
 
 
 def _is_known(x: torch.Tensor, size_values: dict[str, int]) -> bool:
-    """Whether a layout is one of sizes that the arguments of the graph have."""
+    """Return whether the layout of ``x`` follows from the sizes in ``size_values``."""
     try:
         StridedLayout.of(x).given(size_values)
     except (KeyError, _symbols.Inexpressible):
@@ -115,7 +116,7 @@ def _is_known(x: torch.Tensor, size_values: dict[str, int]) -> bool:
 
 
 def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a result without a gradient lies in the memory that ``base`` fills."""
+    """Return whether ``x``, without a gradient, is in the memory of ``base``."""
     if x.requires_grad or x.dtype != base.dtype or _memory_of(x) != _memory_of(base):
         return False
     inside, around = StridedLayout.of(x).span, StridedLayout.of(base).span
@@ -123,7 +124,7 @@ def _is_view(x: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def return_once(gm: fx.GraphModule, views: Sequence[ResultView]) -> fx.GraphModule:
-    """A Dynamo graph without its results that are views of others."""
+    """Return a copy of a Dynamo graph without its results that are views of others."""
     once = _torch.dynamo.copy_graph(gm)
     output = once.graph.output_node()
     left_out = {view.position for view in views}
@@ -136,7 +137,7 @@ def return_once(gm: fx.GraphModule, views: Sequence[ResultView]) -> fx.GraphModu
 def with_views(
     gm: fx.GraphModule, views: Sequence[ResultView], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``call``, of what ``return_once`` left of the graph, with all its results."""
+    """Wrap ``call``, of ``return_once``'s graph, to return all results of ``gm``."""
     count, places = len(gm.graph.output_node().args[0]), _places_of_sizes(gm)
     left_out = {view.position for view in views}
     positions = [i for i in range(count) if i not in left_out]
@@ -164,15 +165,15 @@ def with_views(
 
 
 def _laid_out(x: torch.Tensor, layout: StridedLayout) -> torch.Tensor:
-    """A copy with other strides, through which a gradient goes."""
+    """Return a copy with dims in the order of these strides; gradients flow."""
     dims = sorted(range(x.dim()), key=lambda d: -layout.stride[d])
     inverse = [dims.index(d) for d in range(x.dim())]
     return x.permute(dims).contiguous().permute(inverse)
 
 
 def _places_of_sizes(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
-    """Where the arguments of a Dynamo graph have each of its open sizes, by name: the
-    position of a number, or of a tensor and its dim."""
+    """Map the name of each open size of a Dynamo graph to where its arguments have it:
+    (position of a number, None), or (position of a tensor, dim)."""
     places: dict[str, tuple[int, int | None]] = {}
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         x = node.meta.get("example_value")
