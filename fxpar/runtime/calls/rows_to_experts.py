@@ -16,7 +16,8 @@ from fxpar.runtime.ranks import consensus, meeting, worlds
 
 def agreed_room(sent: Sequence[int], what: str) -> int | None:
     """Return the room in rows, the same on all ranks; None if all send equally many
-    rows, 0 if some number of rows is 0. ``sent``: ``Plan.sent_rows``.
+    rows, 0 if some rank sends none since it has all experts. ``sent``:
+    ``Plan.sent_rows``.
 
     Raises RankMismatchError, on all ranks, if some do not send rows here."""
     with worlds.inside(None):
