@@ -68,7 +68,7 @@ def quick_sum(x: torch.Tensor) -> int:
 
 
 def _crc(data: torch.Tensor, start: int) -> int:
-    """Of the bytes of a contiguous tensor, where they lie."""
+    """Return the CRC-32 of a contiguous CPU tensor's bytes, continuing ``start``."""
     count = data.numel()
     if not count:
         return start
@@ -120,7 +120,7 @@ def differing(fed: Sequence[Fed]) -> dict[int, int]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The ``checksum`` of each."""
+    """Return the ``checksum`` of each tensor."""
     if not tensors:
         return []
     device = tensors[0].device

@@ -85,7 +85,7 @@ def first_other(values: Iterable[Any]) -> int | None:
 
 
 def leads() -> bool:
-    """Whether this is the rank that decides for all."""
+    """Return whether this is the rank that decides for all."""
     channel = meeting.current()
     return channel is None or channel.rank == 0
 
@@ -137,6 +137,6 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Numbers of ranks, in words."""
+    """Return the given rank numbers in words, at most eight of them."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
