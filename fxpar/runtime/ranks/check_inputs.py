@@ -191,7 +191,7 @@ def broadcast(x: torch.Tensor) -> None:
 
 
 def transport(device: torch.device) -> torch.device:
-    """Return where tensors of ``device`` must be for a collective of the default group."""
+    """Return the device where a collective of the default group can use a tensor."""
     served = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
     if device.type in served:
         return device
