@@ -54,7 +54,7 @@ _SMALL, _PIECES = 1 << 15, 1 << 11
 
 
 def quick_sum(x: torch.Tensor) -> int:
-    """A sum of the bytes of a tensor on the CPU, cheap enough for every call. It may
+    """Return a sum of the bytes of a CPU tensor, cheap enough for every call. It may
     miss what moves within a small piece of a large tensor."""
     flat = _flat(x)
     words, total = flat.view(torch.uint8), 0
@@ -68,7 +68,7 @@ def quick_sum(x: torch.Tensor) -> int:
 
 
 def _crc(data: torch.Tensor, start: int) -> int:
-    """Of the bytes of a contiguous tensor, where they lie."""
+    """Return the CRC-32 of a contiguous CPU tensor's bytes, continuing ``start``."""
     count = data.numel()
     if not count:
         return start
@@ -120,7 +120,7 @@ def differing(fed: Sequence[Fed]) -> dict[int, int]:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The ``checksum`` of each."""
+    """Return the ``checksum`` of each tensor."""
     if not tensors:
         return []
     device = tensors[0].device
@@ -129,7 +129,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of the bytes of a tensor and their order, on its device.
+    """Return a 64-bit hash of the bytes of a tensor and their order, on its device.
 
     Each 8 bytes (or what the size divides into) are mixed with their position by
     splitmix64's finalizer, then summed. Products wrap.
@@ -158,7 +158,7 @@ def _signed(bits: int) -> int:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements in order, dense in memory."""
+    """Return the elements in order, 1-D and dense in memory."""
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     # One element is contiguous in any stride.
     dense = flat.stride(0) == 1
@@ -166,7 +166,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes as the widest integers that divide them."""
+    """Return the bytes viewed as the widest integers that divide them."""
     size, start = flat.numel() * flat.element_size(), flat.storage_offset()
     start *= flat.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
@@ -191,7 +191,7 @@ def broadcast(x: torch.Tensor) -> None:
 
 
 def transport(device: torch.device) -> torch.device:
-    """Where tensors of ``device`` must be for a collective of the default group."""
+    """Return the device where a collective of the default group can use a tensor."""
     served = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
     if device.type in served:
         return device
@@ -244,7 +244,7 @@ def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
 
 
 def _warn(what: str, fix: str) -> None:
-    """Once: on the rank that leads."""
+    """Warn once, on the rank that leads."""
     if consensus.leads():
         warn(what, fix=fix)
 

@@ -20,7 +20,7 @@ from fxpar.sharding.search.mesh_candidates import read_auto
 
 
 def options_text(options: Options, ranks: Ranks) -> str:
-    """What all ranks must have, as text: options, the mesh and versions."""
+    """Return options, mesh and versions, which all ranks must share, as JSON."""
     chooses = read_auto(options.mesh) is not None
     shared = options.shared() | {
         "mesh": str(options.mesh if chooses else ranks.whole.mesh),

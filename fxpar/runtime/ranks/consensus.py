@@ -61,7 +61,7 @@ def agree(
 
 
 def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
-    """What every rank gave, in order of ranks. Meant for short texts.
+    """Return what every rank gave, in order of ranks. Meant for short texts.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
@@ -85,7 +85,7 @@ def first_other(values: Iterable[Any]) -> int | None:
 
 
 def leads() -> bool:
-    """Whether this is the rank that decides for all."""
+    """Return whether this is the rank that decides for all."""
     channel = meeting.current()
     return channel is None or channel.rank == 0
 
@@ -101,7 +101,7 @@ def abort(error: BaseException) -> None:
 
 
 def as_told(error: FxparError) -> FxparError:
-    """The error, marked as one that every rank raises."""
+    """Return the error, marked as one that every rank raises."""
     error.told = True
     return error
 
@@ -116,12 +116,12 @@ def was_told(error: BaseException | None) -> bool:
 
 
 def digest_of(text: str) -> str:
-    """A digest for ``agree`` where the text has none of its own."""
+    """Return a digest for ``agree`` where the text has none of its own."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _difference(text: str, other: str, name: str, other_name: str) -> str:
-    """Unified diff of the text of a rank and of another."""
+    """Return a unified diff of the texts of two ranks."""
     before, after = text.splitlines(), other.splitlines()
     lines = list(
         difflib.unified_diff(before, after, name, other_name, lineterm="", n=1)
@@ -137,6 +137,6 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Numbers of ranks, in words."""
+    """Return the given rank numbers in words, at most eight of them."""
     numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"

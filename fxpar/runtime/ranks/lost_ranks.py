@@ -100,7 +100,7 @@ def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport
 
 
 def _reported(channel: Channel) -> LostRankReport | None:
-    """What another rank has told, if one has."""
+    """Return what another rank has reported, None if none has."""
     key = _key(channel)
     store = channel.presence.store
     return LostRankReport(**json.loads(store.get(key))) if store.check([key]) else None
