@@ -1,8 +1,8 @@
-"""Words that ranks of one machine leave one another in memory that they share.
+"""This module lets ranks of one machine exchange short texts in shared memory.
 
-In: a word for each call. Out: the words of all ranks, if they come within a moment;
-else who asks looks in the store, where every word is as well. Two messages through a
-store take some hundred microseconds, this a few.
+In: a word (a text) for each call. Out: the words of all ranks, if they come within
+1 ms; else the caller reads the store, which has every word as well. Two messages
+through a store take some hundred microseconds, this a few.
 
 A rank has two boxes, which it fills in turn: it comes to the next call but one when all
 have read the last. A word counts only with the number of its call and its checksum. A
@@ -24,10 +24,10 @@ from collections.abc import Callable
 _HEAD = struct.Struct("<QII")
 _BOX = 1 << 13
 
-# For so many seconds others are looked for.
+# Seconds to wait for the words of other ranks.
 _MOMENT = 1e-3
 
-# After so many calls all have opened the file, or never do.
+# Calls after which a rank gives up on the memory if not all have opened it.
 _OPENED_BY = 8
 
 
@@ -50,7 +50,7 @@ class Mailboxes:
             self._make()
 
     def write(self, number: int, word: str) -> None:
-        """Leave a word for a call, if it is short."""
+        """Write a word for a call, if it fits in a box and all share the memory."""
         self._calls += 1
         if not self._all_open:
             self._meet()
@@ -62,7 +62,7 @@ class Mailboxes:
         _HEAD.pack_into(self._memory, at, number, _sum(number, data), len(data))
 
     def read(self, number: int) -> list[str] | None:
-        """The words of all ranks at a call; None if not all are here in a moment."""
+        """Return the words of all ranks at a call; None if not all come within 1 ms."""
         if self._memory is None or not self._all_open:
             return None
         words: list[str | None] = [None] * self.size
@@ -104,7 +104,7 @@ class Mailboxes:
         self._published(f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
 
     def _meet(self) -> None:
-        """Open the memory that rank 0 made, and see whether all ranks have."""
+        """Open the memory that rank 0 made, and check whether all ranks have."""
         if self._calls > _OPENED_BY:
             self._memory = None
             self.close()
@@ -129,7 +129,7 @@ class Mailboxes:
             self.close()
 
     def close(self) -> None:
-        """Let nobody else open the memory."""
+        """Close the handle by which other ranks open the memory."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -1,7 +1,7 @@
-"""What is known of this process and of others of its machine.
+"""This module reads the state of this process and of others of its machine.
 
-In: threads and processes, as Linux tells of them. Out: seconds of CPU that a program
-took, whether a process is there, and what ends this one. Never: a message to others.
+In: threads and processes, as Linux reports them. Out: seconds of CPU that a program
+took, whether a process still runs, and what ends this one. Never: a message to others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @functools.cache
 def _machine() -> str:
-    """The machine, and the processes that this one sees there."""
+    """Return the boot id and PID namespace of this process; "" if unknown."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -28,12 +28,12 @@ def _machine() -> str:
 
 
 def identity() -> str:
-    """A text that stands for this process."""
+    """Return a text that identifies this process: machine, PID and start time."""
     return f"{_machine()}\n{os.getpid()}\n{_begun(os.getpid())}"
 
 
 def _begun(process: int) -> str:
-    """When a process of this machine began; "" if it has ended, or nobody knows."""
+    """Return a process's start time in clock ticks; "" if it ended or is unknown."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
@@ -41,19 +41,19 @@ def _begun(process: int) -> str:
 
 
 def is_gone(process: str) -> bool:
-    """Whether a process, by its ``identity``, is known to have ended: it was one of
-    this machine."""
+    """Return whether the process with this ``identity`` is known to have ended, which
+    only a process of the same machine can be."""
     machine, number, begun = process.split("\n")
     return machine == _machine() and _begun(int(number)) != begun
 
 
-# What ends this process, as far as no exception says so: a status, a thread's error.
+# What ends this process where no exception says so: a status, a thread's error.
 _EXITS: list[str] = []
 
 
 @functools.cache
 def note_exits() -> None:
-    """Keep the status that ``sys.exit`` gets, and what ends a thread."""
+    """Record the status passed to ``sys.exit``, and the errors that end threads."""
     plain_exit, plain_hook = sys.exit, threading.excepthook
 
     def exit_noted(status: Any = None, /) -> Any:
@@ -72,7 +72,7 @@ def note_exits() -> None:
 
 
 def ended_by() -> str:
-    """What ends this process; "" if it came to its end."""
+    """Return the error or status that ends this process; "" if it ends normally."""
     error = getattr(sys, "last_value", None) or sys.exception()
     if error is not None and not isinstance(error, SystemExit):
         return _error_text(error)
@@ -83,17 +83,17 @@ def _error_text(error: Any) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-# How Linux calls threads that torch runs a backward in, on accelerators.
+# Name on Linux of the threads that torch runs a backward in, on accelerators.
 _BACKWARD = "pt_autograd"
 # And those that serve the store.
 _SERVES = "pt_tcpstore"
 
 
 def computed() -> float:
-    """Seconds of CPU that a program took, called by the thread that answers for it:
-    those of its own threads, and of backwards. Not of the answers, nor of threads that
-    idle beside a program at no small cost (a gloo group's takes 0.1 % of a core, a
-    store's 30 us a question)."""
+    """Return the seconds of CPU that a program took: those of its Python threads,
+    except the calling one, which answers for it, and of backwards. Threads that
+    idle next to a program at no small cost do not count (a gloo group's
+    takes 0.1 % of a core, a store's 30 us a question)."""
     threads = _python_threads()
     threads.discard(threading.get_native_id())
     if torch.cuda.is_initialized():
@@ -105,8 +105,8 @@ def computed() -> float:
 
 
 def torch_seconds() -> float:
-    """Seconds of CPU of threads that are not Python's and do not serve the store: they
-    send and receive what collectives do."""
+    """Return the seconds of CPU of threads that are neither Python's nor serve the
+    store: they send and receive for collectives."""
     threads = _named_threads("") - _python_threads() - _named_threads(_SERVES)
     return sum(_seconds_of(thread) or 0.0 for thread in threads)
 
@@ -119,12 +119,12 @@ def _python_threads() -> set[int]:
 
 
 def main_seconds() -> float | None:
-    """Seconds of CPU of the main thread; None where nobody knows."""
+    """Return the seconds of CPU of the main thread; None where unknown."""
     return _seconds_of(os.getpid())
 
 
 def _seconds_of(thread: int) -> float | None:
-    """Seconds of CPU of a thread; None if it has ended, or nobody tells."""
+    """Return the seconds of CPU of a thread; None if it has ended, or is unknown."""
     try:
         return int(Path(f"{_TASKS}/{thread}/schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -132,7 +132,7 @@ def _seconds_of(thread: int) -> float | None:
 
 
 def _named_threads(name: str) -> set[int]:
-    """The threads of this process whose names on Linux begin so."""
+    """Return the threads of this process whose names on Linux begin with ``name``."""
     threads = set[int]()
     for thread in Path(_TASKS).glob("*"):
         with contextlib.suppress(OSError):  # it has ended

@@ -1,8 +1,8 @@
-"""How long ranks wait for others, and when there is nothing left to wait for.
+"""This module decides how long ranks wait for others, and when waiting is no use.
 
-In: what ranks say of themselves (``presence``), and who is missing. Out: whether a wait
-is over, why, and where the missing ranks are. Never: an end of a wait for a rank that
-works, or a wait without end for one that does not.
+In: what ranks report of themselves (``presence``), and who is missing. Out:
+whether a wait is over, why, and where the missing ranks are. Never: an end of
+a wait for a rank that works, or a wait without end for one that does not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def set_timeouts(timeout: float, late_timeout: float) -> None:
 
 
 def timeout() -> float:
-    """Seconds to wait for an answer of the store, and inside a call for a rank that
-    does not work."""
+    """Return the seconds to wait for an answer of the store, and inside a call
+    for a rank that does not work."""
     return _LIMITS["timeout"]
 
 
@@ -83,7 +83,7 @@ class Patience:
         self.is_said = False  # on stderr, who is waited for
 
     def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
-        """Whether to wait no longer. ``missing``: the ranks that have not come."""
+        """Return whether to stop waiting. ``missing``: the ranks that have not come."""
         now = time.monotonic()
         step, self.looked = min(now - self.looked, 2 * BEAT), now
         self.spent, self.idle = self.spent + step, self.idle + step
@@ -113,14 +113,14 @@ class Patience:
         return bool(self.why) or self.idle > limit
 
     def _is_held_up(self, other: Answer) -> bool:
-        """Whether a rank waits for others than those that this wait is among."""
+        """Return whether a rank waits in another world than that of this wait."""
         if len(self.ranks) == self.presence.size:
             return False
         waits = other.state in ("waits", "collective")
         return waits and other.waits_for != self.channel
 
     def _end_of(self, late: Sequence[int]) -> str:
-        """Why those who are late will not come, "" if they may."""
+        """Return why the late ranks will not come; "" if they may."""
         mine = self.presence.counts()
         for rank in late:
             other = self.seen[rank]
@@ -147,12 +147,12 @@ class Patience:
             print(f"fxpar: {text} so far{where}", file=sys.stderr, flush=True)
 
     def waited(self) -> str:
-        """How long it lasted so far, and what bounds it."""
+        """Return how long this wait lasted so far, and what bounds it, as a text."""
         option = "FXPAR_TIMEOUT" if self.seconds <= timeout() else "FXPAR_LATE_TIMEOUT"
         return f"{self.spent:.0f} s ({self.why or option})"
 
     def tell(self, missing: Sequence[int]) -> str:
-        """Where the missing ranks are, a line for each."""
+        """Return where the missing ranks are, a line for each."""
         lines = []
         for rank in missing:
             if (other := self.seen.get(rank)) is not None:

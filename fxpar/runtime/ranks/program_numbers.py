@@ -1,4 +1,4 @@
-"""Numbers of Python inside a program, which ranks compare before it runs.
+"""This module compares a program's Python numbers across ranks before it runs.
 
 Dynamo makes constants of ints (an attribute, an argument, what a script draws), and the
 text by which ranks know a program leaves them out, since sizes are ints too. In: a
@@ -42,8 +42,8 @@ def agree_on_numbers(tag: str, graph: fx.Graph, root: torch.nn.Module) -> None:
 
 
 def numbers_text(graph: fx.Graph, root: torch.nn.Module) -> str:
-    """The nodes of a graph and its bodies that hold numbers, and constants, a line
-    each."""
+    """Return a line for each node of a graph and its bodies that holds numbers or a
+    constant."""
     lines = []
     for node in graph.nodes:
         text, body = "", body_of(node)
@@ -63,14 +63,14 @@ def numbers_text(graph: fx.Graph, root: torch.nn.Module) -> str:
 
 
 def _text(x: Any) -> str:
-    """Of an argument; what is no number is a dot."""
+    """Return the text of an argument; what is no number is a dot."""
     if isinstance(x, (tuple, list)):
         return f"[{', '.join(map(_text, x))}]"
     return repr(x) if isinstance(x, (bool, int, float, complex)) else "."
 
 
 def _constant(value: Any) -> str:
-    """Of a tensor that the graph holds; what is no plain tensor has no text."""
+    """Return the text of a tensor that the graph holds; "" if it is no plain tensor."""
     if type(value) is not torch.Tensor or value.is_meta:
         return ""
     with _torch.aot.as_compiled():

@@ -1,4 +1,4 @@
-"""A rank whose store does not answer says so, and ends where it waits for others.
+"""This module reports a store that does not answer, and ends a rank that hangs then.
 
 The process that holds the store of the process group may stop, or its machine: calls of
 the store then hang in native code, whatever timeout they have, in every thread. In: how
@@ -22,7 +22,7 @@ from fxpar import _torch
 from fxpar.runtime.ranks import own_process, patience, presence
 from fxpar.runtime.ranks.presence import BEAT, Presence
 
-# Seconds that a store of a busy machine has in any case.
+# Least seconds of silence allowed, since a busy machine's store may be slow.
 LEAST = 5.0
 # Seconds in which the main thread may end after it was made to raise.
 GRACE = 5.0
