@@ -137,12 +137,12 @@ def warn(what: str, *, where: str | None = None, fix: str | None = None) -> None
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    """Whether a file is of fxpar, of torch, of Python, or of generated code."""
+    """Return whether a file is of fxpar, of torch, of Python, or of generated code."""
     libraries = (sys.modules.get(name) for name in ("fxpar", "torch"))
     folders = [Path(x.__file__).parent for x in libraries if x and x.__file__]
     is_python = file.startswith(sysconfig.get_path("stdlib"))
     return (
-        file.startswith("<")
+        file.startswith(("<eval_with_key", "<frozen"))
         or (is_python and "site-packages" not in file)
         or any(Path(file).is_relative_to(folder) for folder in folders)
     )
