@@ -29,6 +29,7 @@ from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.reshard.route import Reshard
+from fxpar.sharding.reshard.steps import cost, front
 
 Axes = frozenset[str]
 
@@ -234,15 +235,19 @@ def step_of(
     fixed = hardware.launch * sum(work.launches for work in works)
     moving: dict[tuple[Axes, Axes], float] = defaultdict(float)
     for reshard in reshards:
-        before = reshard.source
-        nbytes = program.values[reshard.value].nbytes / mesh.count(before.sharded_axes)
+        before, value = reshard.source, program.values[reshard.value]
+        nbytes, first = (
+            value.nbytes / mesh.count(before.sharded_axes),
+            front(value.shape),
+        )
         for step in route(decision, reshard):
             if not step.local:
                 line = along(step.kind, mesh, step.axes).line(nbytes)
                 over = _whole(step.axes) & unlike
                 split_axes = (_whole(before.sharded_axes) & unlike) - over
                 most = over if step.kind in _BY_SHARD else frozenset()
-                moving[split_axes, most] += line.beta * nbytes
+                paid = cost(step, mesh, nbytes, first)  # with copies around it
+                moving[split_axes, most] += paid - line.alpha
                 fixed += line.alpha
             nbytes *= step.growth(mesh)
             before = step.spec
