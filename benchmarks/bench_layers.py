@@ -131,12 +131,12 @@ def ahead(
     layers: int, scale: str, mesh: str, side: str, triton: bool = True
 ) -> dict[str, Any]:
     """Compile the model once for CUDA, without it; what it took."""
-    import fxpar.joint_pass
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    import fxpar.compilation
     from fxpar.runtime import stage_times
     from fxpar.runtime.calls.compiled_graph import Compiled as Program
     from fxpar.runtime.ranks.drift import Drift
@@ -155,7 +155,7 @@ def ahead(
         ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="cuda:0")
     with (
         cuda.generating() as made,
-        mock.patch.object(fxpar.joint_pass, "stage_table", str),
+        mock.patch.object(fxpar.compilation, "stage_table", str),
         mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
         mock.patch.object(Program, "__call__", side_effect=Compiled),
         contextlib.suppress(Compiled),
