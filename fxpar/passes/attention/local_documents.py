@@ -15,11 +15,11 @@ place of the next ones: keys are cut after these, and the results of these rows 
 dropped.
 
 With split keys, a causal mask is aligned with the last query and the last key of a
-document: query ``i`` sees the keys up to ``i`` minus a shift. If a document's keys go on at the next rank, the queries
-after the diagonal of the last own key see all own keys, so they are a document of their
-own, in a second call, which is not causal; the queries before end at the diagonal. Each
-query is in one of the two calls, and what kernels write for a query that sees no key is
-not used: ``sees_keys`` counts by place.
+document: query ``i`` sees the keys up to ``i`` minus a shift. If a document's keys go
+on at the next rank, the queries after the diagonal of the last own key see all own
+keys, so they are a document of their own, in a second call, which is not causal; the
+queries before end at the diagonal. Each query is in one of the two calls, and what
+kernels write for a query that sees no key is not used: ``sees_keys`` counts by place.
 """
 
 from __future__ import annotations
