@@ -387,6 +387,16 @@ STUDIES = (
                 "Seconds of each stage on one rank of dp=2,tp=4, up to the C++ text.",
             ),
             Table(
+                ("layers_cuda.json",),
+                "side | layers | kernels | lowering, CPU s | launches | MiB moved "
+                "| MiB of peak",
+                _of_keys("side layers kernels lowering launches moved_mib peak_mib"),
+                "Inductor's code for an H100, forward and backward, without a GPU and "
+                "on a busy machine: `compile` has layers as calls of one body, `flat` "
+                "none; `ddp` is what DDP "
+                "lets Inductor compile, of the whole batch. Nothing ran.",
+            ),
+            Table(
                 ("compile_cpu.json",),
                 "layers | ranks | mesh | seconds | ops | collectives",
                 _of_keys("layers ranks mesh total ops collectives"),
