@@ -364,7 +364,8 @@ STUDIES = (
         "memory",
         "What a rank holds",
         "A Llama of 4 layers: MiB of parameters and optimizer state on a rank, and the "
-        "peak of a step beyond them.",
+        "peak of a step beyond them. In this run `fxpar` is `fxpar.shard` beside every "
+        "peer, DDP included.",
         (
             Table(
                 ("memory_cpu.json",),
