@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import warnings
 from pathlib import Path
+from types import FrameType
 
 
 def compose(what: str, *, where: str | None = None, fix: str | None = None) -> str:
@@ -118,25 +119,24 @@ class FxparWarning(UserWarning):
 
 def warn(what: str, *, where: str | None = None, fix: str | None = None) -> None:
     """Warn at the innermost line of the user's own code that led here."""
-    text, frame = compose(what, where=where, fix=fix), sys._getframe(1)
-    here = frame
-    while _is_library(here.f_code.co_filename):
-        if here.f_back is None:  # a thread of a library
-            here = frame
-            break
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and is_library(here.f_code.co_filename):
         here = here.f_back
+    # A thread of a library has no line of the user, and ours says nothing.
+    file, line = (here.f_code.co_filename, here.f_lineno) if here else ("fxpar", 0)
+    names = here.f_globals if here else globals()
     warnings.warn_explicit(
-        text,
+        compose(what, where=where, fix=fix),
         FxparWarning,
-        here.f_code.co_filename,
-        here.f_lineno,
-        here.f_globals.get("__name__", "__main__"),
-        here.f_globals.setdefault("__warningregistry__", {}),
+        file,
+        line,
+        names.get("__name__", "__main__"),
+        names.setdefault("__warningregistry__", {}),
     )
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Return whether a file is of fxpar, of torch, of Python, or of generated code."""
     libraries = (sys.modules.get(name) for name in ("fxpar", "torch"))
     folders = [Path(x.__file__).parent for x in libraries if x and x.__file__]

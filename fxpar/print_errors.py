@@ -1,0 +1,127 @@
+"""This module prints an error that ends the program once, with the message last.
+
+In: the exception that no code caught, as ``sys.excepthook`` gets it. Out: on stderr the
+user's frames and the message; one line on a rank that ends for the reason that rank 0
+prints. Never: a change of an exception that a program can still catch; a wait without
+end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fxpar.errors import FxparError, is_library
+
+# How long a rank waits for the error of rank 0, which may be its own as well.
+SECONDS = 3.0
+
+
+def install() -> None:
+    """Print errors of fxpar so from now on, by what printed all errors so far."""
+    plain = sys.excepthook
+
+    def print_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        is_ours, rank = isinstance(error, FxparError), os.environ.get("RANK")
+        text = f"{kind.__name__}: {error}"
+        is_of_ranks = rank is not None and int(os.environ.get("WORLD_SIZE") or 1) > 1
+        if is_ours and is_of_ranks and rank != "0" and _is_of_rank_0(text):
+            line = f"rank {rank} ends with the error that rank 0 prints"
+            print(f"{line} ({kind.__name__})", file=sys.stderr)
+            return
+        if is_ours and os.environ.get("FXPAR_DEBUG", "0") == "0":
+            error.__cause__, error.__suppress_context__ = None, True
+            trace = users_frames(trace)
+            error.with_traceback(trace)
+        plain(kind, error, trace)
+        if is_ours and is_of_ranks:
+            _record(text)
+        if rank == "0" and is_of_ranks:
+            # Without the line, which another rank may have reached from elsewhere.
+            _give(f"{kind.__name__}: {getattr(error, 'what', error)}")
+
+    sys.excepthook = print_error
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of libraries; all of it if no other is
+    there."""
+    links = []
+    link = trace
+    while link is not None:
+        if not is_library(link.tb_frame.f_code.co_filename):
+            links.append(link)
+        link = link.tb_next
+    kept: TracebackType | None = None
+    for link in reversed(links):
+        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept or trace
+
+
+# Of what ended rank 0, in the store.
+_KEY = "fxpar/error of rank 0"
+
+
+def _give(text: str) -> None:
+    """Give the error of this rank, which is rank 0, to the others."""
+    with contextlib.suppress(Exception):  # the error is printed, and the store is gone
+        if (store := _store()) is not None:
+            store.set(_KEY, text)
+
+
+def _is_of_rank_0(text: str) -> bool:
+    """Return whether rank 0 ends with this error, or with one that it quotes; False if
+    that is not known in time, or this process is to end before."""
+    answer = queue.SimpleQueue[str]()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the store is gone: nothing is known
+            store = _store()
+            while store is not None and not store.check([_KEY]):
+                time.sleep(0.02)
+            answer.put("" if store is None else store.get(_KEY).decode())
+
+    ends = signal.signal(signal.SIGTERM, lambda *_: answer.put(""))
+    try:
+        threading.Thread(target=ask, daemon=True).start()
+        first = answer.get(timeout=SECONDS)
+    except queue.Empty:
+        return False
+    finally:
+        signal.signal(signal.SIGTERM, ends)
+    return bool(first) and first in text
+
+
+def _store() -> Any:
+    """Return the store that ranks share: torchrun's, through a connection of its own;
+    else that of the process group; None without either."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    import torch.distributed as dist
+
+    from fxpar import _torch
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://")))[0]
+    if _torch.distributed.default_group() is None:
+        return None
+    return _torch.distributed.same_store(_torch.distributed.default_store())
+
+
+def _record(text: str) -> None:
+    """Give torchrun the message, with which it ends what it prints of a failure."""
+    path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), str(int(time.time()))
+    if path and not os.path.exists(path):
+        message = {"message": text, "extraInfo": {"timestamp": now}}
+        Path(path).write_text(json.dumps({"message": message}))
