@@ -275,7 +275,11 @@ class Compilation:
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
             except PlanMisfit as misfit:
-                log.info("%s: its plan does not fit, it is made anew: %s", name, misfit)
+                log.info(
+                    "%s: the stored plan does not fit, so it is planned again: %s",
+                    name,
+                    misfit,
+                )
                 compiled = None
             status_line.begin(pipeline.WAIT)
             is_agreed = self.agree_on_launches(compiled=compiled is not None)
@@ -419,9 +423,10 @@ class Compilation:
         for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
             if self.declared[i].kind == "input":
                 raise PlanError(
-                    f"fxpar.global_value of {self.declared[i].name} with "
-                    "FXPAR_INPUTS=local, where each rank computes on its own part",
-                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                    f"fxpar.global_value of {self.declared[i].name} is a value of "
+                    "the whole batch, and with FXPAR_INPUTS=local each rank "
+                    "computes on its own part",
+                    fix="unset FXPAR_INPUTS: a DTensor says which part each rank has",
                 )
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
@@ -543,7 +548,7 @@ class Compilation:
             text += f"are two calls here, so stages run {AUTO_APART!r}"
             notes = (*notes, text)
         if self.sizes is not None:
-            notes = (*notes, f"holds for {self.sizes.text}")
+            notes = (*notes, f"valid for {self.sizes.text}")
         return replace(
             plan,
             regions=tuple(self.regions),

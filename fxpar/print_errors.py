@@ -63,10 +63,10 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
         if not is_library(link.tb_frame.f_code.co_filename):
             links.append(link)
         link = link.tb_next
-    kept: TracebackType | None = None
+    shown: TracebackType | None = None
     for link in reversed(links):
-        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    return kept or trace
+        shown = TracebackType(shown, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return shown or trace
 
 
 # Of what ended rank 0, in the store.

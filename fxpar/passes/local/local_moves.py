@@ -39,7 +39,7 @@ def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
     values = list(operands)
     for moves in call.rule.moves:
         if not all(isinstance(s[moves.dim], int) for s in call.shapes):
-            raise Inexpressible("rows are moved along a dim whose size is left open")
+            raise Inexpressible("rows are moved along a dim whose size is dynamic")
         values = _moved(call, values, _exchange(call, moves))
     several = not isinstance(call.node.meta["val"], torch.Tensor)
     return tuple(values) if several else values[0]

@@ -256,7 +256,8 @@ def _check(
         raise PlanError(
             f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
             f"{got}, its specs say {want}",
-            fix="its row needs a `shape` mark or a local form (see docs)",
+            fix="its row needs a `shape` mark or a local form "
+            "(docs/howto/add_an_op.md)",
         )
 
 

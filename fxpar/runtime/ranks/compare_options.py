@@ -46,7 +46,7 @@ def check_options(text: str, what: str) -> None:
         return
     doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
     if len(set(doing.values())) > 1:
-        lines += [f"rank {rank} is at {text}" for rank, text in doing.items()]
+        lines += [f"rank {rank} runs {text}" for rank, text in doing.items()]
     raise consensus.as_told(
         RankMismatchError(
             "options differ between ranks:\n  " + "\n  ".join(lines),

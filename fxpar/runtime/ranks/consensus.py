@@ -128,7 +128,7 @@ def _difference(text: str, other: str, name: str, other_name: str) -> str:
     )
     if len(lines) > DIFF_LINES:
         lines[DIFF_LINES:] = [f"... {len(lines) - DIFF_LINES} more lines"]
-    return "\n".join(lines) or "(their texts are equal, their digests are not)"
+    return "\n".join(lines) or "(their texts are equal, only their digests differ)"
 
 
 def named(ranks: Sequence[int]) -> str:

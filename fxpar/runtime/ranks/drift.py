@@ -57,25 +57,26 @@ _APART, _FIRST = (11 + 5**0.5) / 2, 32
 _MOST = 64
 
 _WRITE_FIX = (
-    "write to it alike on every rank (load the checkpoint on all of them), or send "
-    "what one rank wrote to all by torch.distributed.broadcast before the next call"
+    "write the same values to it on every rank (load the checkpoint on all of "
+    "them), or send what one rank wrote to all by torch.distributed.broadcast "
+    "before the next call"
 )
 _PARTS_FIX = (
-    "write to it alike on every rank, each its part: load the checkpoint on all of them"
+    "write to it on every rank, each its own part: load the checkpoint on all of them"
 )
 _STEP_FIX = (
-    "take every step of an optimizer on every rank, at the same learning rate: decide "
-    "by what all ranks have, as a loss that torch.distributed.all_reduce averaged"
+    "take every step of an optimizer on every rank, at the same learning rate: "
+    "decide by a value that is equal on all ranks, as a loss that "
+    "torch.distributed.all_reduce averaged"
 )
 _MODEL_FIX = "call models in the same order on every rank"
 _UPDATE_FIX = (
-    "change gradients, learning rates and parameters alike on every rank: draw noise "
-    "from one seed, decide by what all ranks have alike"
+    "change gradients, learning rates and parameters in the same way on every "
+    "rank: draw noise from one seed, decide by values that are equal on all ranks"
 )
 _LOSS_FIX = (
-    "compute the loss alike on every rank, with noise and dropout from one seed; or, "
-    "where each rank has its own part of the batch, set FXPAR_INPUTS=local and feed it "
-    "so"
+    "compute the same loss on every rank, with noise and dropout from one seed; "
+    "or, to feed each rank its own part of the batch, set FXPAR_INPUTS=local"
 )
 
 
@@ -295,15 +296,16 @@ class Drift:
         _, every, models = zip(*(word.split(" ") for word in words), strict=True)
         if (rank := consensus.first_other(models)) is not None:
             raise _told(
-                f"rank {worlds.global_rank(rank)} calls another model of fxpar.shard "
-                f"than rank {worlds.global_rank(0)}, of the same form",
+                f"rank {worlds.global_rank(rank)} calls another model of "
+                f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
+                "same structure",
                 _MODEL_FIX,
             )
         if (rank := consensus.first_other(every)) is not None:
             raise _told(
-                "optimizers of parameters of which each rank holds a part took other "
-                f"steps (learning rates by group): {every[0] or 'none'} on rank 0, "
-                f"{every[rank] or 'none'} on rank {rank}",
+                "optimizers of sharded parameters took different steps on "
+                f"different ranks (learning rates by group): {every[0] or 'none'} "
+                f"on rank 0, {every[rank] or 'none'} on rank {rank}",
                 _STEP_FIX,
             )
         own = _torch.objects.versions_of([args[i] for i in self.parts])
@@ -357,15 +359,15 @@ def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
     kinds = sorted({held.kind for held in wrong}, reverse=True)
     what = " and ".join(kinds if len(wrong) == 1 else [f"{kind}s" for kind in kinds])
     names = check_inputs.listed(held.name for held in wrong)
-    why = "one of them wrote to it by itself"
+    why = "one of them alone wrote to it"
     if not alone:
-        why = "one of them changed a gradient or an optimizer by itself, or wrote "
+        why = "one of them alone changed a gradient or an optimizer, or wrote "
         why += "through .data"
     return _told(
-        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
-        f"ranks: rank {worlds.global_rank(rank)} does not hold what rank "
-        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an earlier "
-        "call",
+        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer equal "
+        f"on all ranks: rank {worlds.global_rank(rank)} does not hold what rank "
+        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an "
+        "earlier call",
         _WRITE_FIX if alone else _UPDATE_FIX,
     )
 

@@ -28,8 +28,9 @@ _SAID = ("gloo", "NCCL", "Timed out waiting", *_CLOSED)
 _IN_STEP = ("waits", "collective", "in a graph", "works")
 _SHOWN = 8  # ranks
 _FIX = (
-    "look at what they printed, the first that failed above all; if they compute for "
-    "longer than a collective may take, give init_process_group a longer timeout"
+    "see what they printed, first of all the first that failed; if they compute "
+    "for longer than a collective may take, give init_process_group a longer "
+    "timeout"
 )
 
 
@@ -74,7 +75,7 @@ def _what_failed(error: RuntimeError) -> str:
     if isinstance(error, FxparError):
         return error.what
     reason = str(error).split(". ")[0].partition("\n")[0]
-    return f"a collective of this step did not come to its end ({reason})"
+    return f"a collective of this step did not complete ({reason})"
 
 
 def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport | None:

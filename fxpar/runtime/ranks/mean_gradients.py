@@ -47,8 +47,8 @@ from fxpar.runtime.ranks.gradient_buckets import (
 from fxpar.runtime.ranks.presence import is_alone
 
 _FIX = (
-    "call what is compiled with all its parameters on every rank first, or make them "
-    "parameters of the module that is compiled"
+    "call the compiled module with all its parameters on every rank first, or "
+    "make them parameters of the module that is compiled"
 )
 _SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
 

@@ -184,10 +184,10 @@ DIRECT = 8  # ranks that each read the words of all
 LARGEST = 1 << 20  # of what rank 0 read: the store takes 8 MB, JSON may write more
 
 ALONE = (
-    "take every call and every backward, with as many batches of the same shapes, on "
-    "every rank (TORCH_LOGS=recompiles says why one compiles by itself); what one rank "
-    "runs by itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): "
-    "evaluate(model)`"
+    "take every call and every backward, with as many batches of the same "
+    "shapes, on every rank (TORCH_LOGS=recompiles says why one alone compiles); "
+    "code that one rank runs alone goes inside `with fxpar.alone():`, as `with "
+    "fxpar.alone(): evaluate(model)`"
 )
 
 # Of calls of compiled graphs.
@@ -232,7 +232,7 @@ def fail(message: str) -> None:
         return
     key = _next_keys(channel)[channel.rank]
     what = f"rank {channel.presence.rank} failed:\n{message}"
-    fix = "this rank only stopped with it: look at that rank's error"
+    fix = "see the error of that rank: this one only stopped because of it"
     text = failure(what, fix)
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
         channel.store.set(key, text)
@@ -347,8 +347,7 @@ class _Watch:
     def _late(self, missing: Sequence[int]) -> str:
         names = ", ".join(map(str, missing))
         return (
-            f"rank{'s' if len(missing) > 1 else ''} {names} did not come to "
+            f"rank{'s' if len(missing) > 1 else ''} {names} did not reach "
             f"{self.what}, where rank {self.presence.rank} waited "
-            f"{self.patience.waited()}"
-            f"{self.patience.tell(missing)}"
+            f"{self.patience.waited()}{self.patience.tell(missing)}"
         )

@@ -39,7 +39,7 @@ log = logging.getLogger("fxpar")
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
-GONE = "has ended without a word: its process is gone"
+GONE = "has ended without an error: its process is gone"
 ANSWER = 4.0  # seconds in which a rank answers a question, however busy it is
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
 
@@ -208,7 +208,7 @@ class Presence:
             if rank == self.rank:
                 continue
             if not self.store.check([key]):
-                text = "has come to nothing of fxpar yet"
+                text = "has not run anything of fxpar yet"
                 states[rank] = Answer("absent", text)
                 continue
             beat, fields = json.loads(self.store.get(key).decode())
@@ -275,7 +275,7 @@ class Presence:
         except dist.DistStoreError:
             pass  # not in time, of a store that has much to do: at the next beat
         except dist.DistError as error:
-            log.info("rank %d tells no other where it is: %s", self.rank, error)
+            log.info("rank %d cannot report where it is: %s", self.rank, error)
             # The program meets the same error where it needs the store.
             _torch.distributed.cut_store(self.store)
             self.over.set()
