@@ -1,8 +1,8 @@
-"""Options of ranks are compared before anything that depends on them.
+"""This module compares the options of all ranks before anything depends on them.
 
-In: what a rank was asked for. Out: nothing, or an error on all ranks that names each
-option that differs, its values and their ranks. Options that change no program (what is
-printed, how long ranks wait) may differ.
+In: the options of this rank. Out: nothing, or an error on all ranks that names each
+option that differs, its values and their ranks. Never: an error for options that change
+no program (what is printed, how long ranks wait).
 """
 
 from __future__ import annotations
