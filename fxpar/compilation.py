@@ -192,7 +192,7 @@ def _look_up(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
     with _told_to_others():
-        tag = f"what is known of graph{number}"
+        tag = f"the stored record of graph{number}"
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
     return entry
@@ -469,7 +469,7 @@ class Compilation:
                 compiled = self._lower(graph, which, generate)
                 # Of a known plan, a rank may have it from AOTAutograd's cache.
                 if not self.follows_plan and self.plan and self.plan.collectives:
-                    tag = f"the backward of graph{self.number} is compiled"
+                    tag = f"the backward of graph{self.number}, compiled"
                     agree_on_launches(tag, self.launches[forward:])
             return compiled
 
@@ -526,7 +526,7 @@ class Compilation:
 
         Raises RankMismatchError if they do not.
         """
-        tag = f"graph{self.number} is compiled"
+        tag = f"graph{self.number}, compiled"
         launches = self.launches if compiled else None
         self.is_agreed = agree_on_launches(tag, launches)
         return self.is_agreed

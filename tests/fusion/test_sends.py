@@ -229,7 +229,7 @@ SHARE = "share(axes=tp, dim=0)"
         (two(sending, receiving), "share(axes=tp, tag=3)", "no stage has all"),
         (two(sending, receiving), "share(axes=tp, stage=0)", "is received"),
         (two(sending, receiving), "share(axes=tp, stage=1)", "is received"),
-        (two(sending, seen_by_others), SHARE, "which others see"),
+        (two(sending, seen_by_others), SHARE, "that other values share"),
         (two(sending, receiving), "overlap(add_1, isend, chunks=2)", "is received"),
         (
             two(sending, receiving),

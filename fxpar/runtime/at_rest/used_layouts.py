@@ -197,7 +197,7 @@ def _agreed(
     parameter on some ranks only. Raises RankMismatchError if ranks read other models.
     """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
-    digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
+    digest, tag = consensus.digest_of("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
     message = {"digest": digest, "rests": told, "models": models}
     texts = consensus.gather(tag, json.dumps(message))

@@ -247,7 +247,7 @@ class Drift:
         values = [_values(args[x.place]) for x in self.held]
         sums = check_inputs.checksums(values)
         writes = _written_since(self._now, self._equal)
-        gathered = consensus.gather_numbers("what they hold", [*sums, *writes])
+        gathered = consensus.gather_numbers("parameters and buffers", [*sums, *writes])
         n = len(values)
         unlike: dict[int, int] = {}  # the first rank that differs, by tensor
         for i, held in enumerate(self.held):
@@ -273,7 +273,9 @@ class Drift:
         if len(floats) < len(unlike) or not floats:
             return bool(unlike)
         numbers = [part for i in floats for part in sketch(values[i]).tolist()]
-        gathered = consensus.gather_numbers("how far they are apart", numbers)
+        gathered = consensus.gather_numbers(
+            "differences of parameters and buffers", numbers
+        )
         apart = size = 0.0
         for n, i in enumerate(floats):
             (norm, wave), (other_norm, other_wave) = (
