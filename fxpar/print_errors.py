@@ -63,10 +63,10 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
         if not is_library(link.tb_frame.f_code.co_filename):
             links.append(link)
         link = link.tb_next
-    shown: TracebackType | None = None
+    result: TracebackType | None = None
     for link in reversed(links):
-        shown = TracebackType(shown, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    return shown or trace
+        result = TracebackType(result, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return result or trace
 
 
 # Of what ended rank 0, in the store.

@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_file_counts_as_none(
     with caplog.at_level(logging.INFO, "fxpar"):
         found = known_programs.look_up("a program", "tag")
     assert found is not None and found.plan is None and found.number != before.number
-    assert "planned again" in caplog.text
+    assert "it is made again" in caplog.text
 
 
 def test_no_file_is_no_news(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
