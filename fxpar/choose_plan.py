@@ -217,7 +217,7 @@ def stands(
     for a graph of the same program, at the sizes that the graph was traced with. All
     ranks return what rank 0 found: a search depends on the clock.
     """
-    tag, says = f"whether the plan of {request.name} stands", ""
+    tag, says = f"the comparison of plans of {request.name}", ""
     if request.leads:
         trial_request = replace(_on_hardware(request), schedule="none")
         try:

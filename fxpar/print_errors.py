@@ -27,7 +27,7 @@ SECONDS = 3.0
 
 
 def install() -> None:
-    """Print errors of fxpar so from now on, by what printed all errors so far."""
+    """Replace ``sys.excepthook``; the former hook prints all other errors."""
     plain = sys.excepthook
 
     def print_error(
