@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,7 +48,7 @@ def install() -> None:
         plain(kind, error, trace)
         if is_ours and is_of_ranks:
             _record(text)
-        if rank == "0" and is_of_ranks:
+        if rank == "0" and is_of_ranks and isinstance(error, Exception):
             # Without the line, which another rank may have reached from elsewhere.
             _give(f"{kind.__name__}: {getattr(error, 'what', error)}")
 
@@ -69,38 +70,46 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     return result or trace
 
 
-# Of what ended rank 0, in the store.
+# Of the error of rank 0, in the store.
 _KEY = "fxpar/error of rank 0"
 
 
 def _give(text: str) -> None:
     """Give the error of this rank, which is rank 0, to the others."""
-    with contextlib.suppress(Exception):  # the error is printed, and the store is gone
-        if (store := _store()) is not None:
-            store.set(_KEY, text)
+    _at_store(lambda store: store.set(_KEY, text) or "")
 
 
 def _is_of_rank_0(text: str) -> bool:
     """Return whether rank 0 ends with this error, or with one that it quotes; False if
-    that is not known in time, or this process is to end before."""
+    that is not known in time."""
+
+    def ask(store: Any) -> str:
+        while not store.check([_KEY]):
+            time.sleep(0.02)
+        return str(store.get(_KEY).decode())
+
+    first = _at_store(ask)
+    return bool(first) and first in text
+
+
+def _at_store(use: Callable[[Any], str]) -> str:
+    """Return the result of a use of the store, in a thread, since it may hang; "" if
+    there is none in time, or this process is to end before."""
     answer = queue.SimpleQueue[str]()
 
-    def ask() -> None:
-        with contextlib.suppress(Exception):  # the store is gone: nothing is known
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the store is gone
             store = _store()
-            while store is not None and not store.check([_KEY]):
-                time.sleep(0.02)
-            answer.put("" if store is None else store.get(_KEY).decode())
+            answer.put("" if store is None else use(store))
 
     ends = signal.signal(signal.SIGTERM, lambda *_: answer.put(""))
     try:
-        threading.Thread(target=ask, daemon=True).start()
-        first = answer.get(timeout=SECONDS)
+        threading.Thread(target=run, daemon=True).start()
+        return answer.get(timeout=SECONDS)
     except queue.Empty:
-        return False
+        return ""
     finally:
         signal.signal(signal.SIGTERM, ends)
-    return bool(first) and first in text
 
 
 def _store() -> Any:
@@ -108,12 +117,12 @@ def _store() -> Any:
     else that of the process group; None without either."""
     if "torch.distributed" not in sys.modules:
         return None
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     from fxpar import _torch
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(iter(dist.rendezvous("env://")))[0]
+        return next(rendezvous("env://"))[0]
     if _torch.distributed.default_group() is None:
         return None
     return _torch.distributed.same_store(_torch.distributed.default_store())

@@ -87,7 +87,7 @@ def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
     assert not probe_network._crosses(mesh, ["device"], 4)
     assert probe_network._crosses(mesh, ["node"], 4)
-    with pytest.raises(MeshError, match="node\\+device lie partly") as error:
+    with pytest.raises(MeshError, match="node\\+device are partly") as error:
         probe_network._crosses(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
