@@ -171,7 +171,7 @@ class Drift:
         error = _compare_gradients(gradients)
         if error is not None:
             if held:
-                self.look(args)  # whether it comes of these
+                self.look(args)  # raises if the cause is a parameter
             raise error
 
     def settle(self, args: Sequence[Any]) -> None:

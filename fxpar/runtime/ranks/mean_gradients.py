@@ -587,7 +587,7 @@ def backwards() -> int:
 
 
 def leave(parameters: Iterable[nn.Parameter]) -> None:
-    """Leave the gradients of these from now on to other code, as DDP."""
+    """Leave the gradients of ``parameters`` from now on to other code, as DDP."""
     reducer = _reducer()
     for p in parameters:
         if id(p) in reducer.watched:

@@ -1,7 +1,7 @@
 """This module exchanges a short text, a word, between all ranks, without a collective.
 
 Ranks meet so at every call of a compiled graph, before any of its collectives is
-launched, and wherever they agree while they compile (``consensus``). The meetings of a
+launched, and where they agree while they compile (``consensus``). The meetings of a
 world (``worlds``) have equal numbers on all its ranks.
 
 In: a place in the program and a word. Out: the words of all ranks, in their order; or
