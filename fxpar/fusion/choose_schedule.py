@@ -35,8 +35,7 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
-from fxpar.fusion.halo_candidates import halo_candidates
-from fxpar.fusion.overlap_candidates import dims_of, improved
+from fxpar.fusion.overlap_candidates import dims_of, halo_candidates, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import (
     LEAST,

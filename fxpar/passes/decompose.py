@@ -3,12 +3,15 @@
 In: the graph one rank runs. Out: the same graph, changed in place, computing the same
 values. AOTAutograd traces a program with Inductor's decompositions; ops that passes add
 later were never traced, and Inductor refuses an op that it decomposes. It also refuses
-flex_attention on CPU that returns weights (``written_out_flex``). Never: an op that
-Inductor takes is touched, or a graph that is run op by op.
+(2.13) flex_attention on CPU that returns log-sum-exps: that is written out by products
+and a softmax over all scores, whose functions of scores and masks are graphs. Never: an
+op that Inductor takes is touched, or a graph that is run op by op; the lists of blocks
+of a flex_attention are not read: they say what a kernel skips, not what a query sees.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +23,62 @@ from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
 from fxpar.graph.builder import Builder
 from fxpar.graph.graph_bodies import body_of
-from fxpar.passes.attention import written_out_flex
+
+Function = Callable[..., torch.Tensor]
+
+# The argument of a function that is counted along each dim of scores, innermost first:
+# key, query, head, batch.
+_DIMS = (3, 2, 1, 0)
+
+
+def may_be_written_out(target: Any) -> bool:
+    """Return whether calls of a target may need to be written out."""
+    return _torch.aot.higher_order_name(target) == "higher_order::flex_attention"
+
+
+def is_written_out(node: fx.Node) -> bool:
+    """Return whether Inductor has no kernel for a call."""
+    if not may_be_written_out(node.target):
+        return False
+    query, options = node.args[0], node.args[6]
+    on_cpu = query.meta["val"].device.type == "cpu"
+    return on_cpu and bool(options.get("OUTPUT_LOGSUMEXP"))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Function, mask: Any,
+    scale: float, options: Any, score_captured: Any = (), mask_captured: Any = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return output, log-sum-exps to base 2 and largest scores, as ``flex_attention``
+    does."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1).to(dtype) for x in (k, v))
+    scores = (q.to(dtype) @ keys.mT) * scale
+    places = [torch.arange(n, device=q.device) for n in scores.shape]
+    seen = _over_places(mask[-1], 0, len(mask_captured))(*places, *mask_captured)
+    changed = _over_places(score, 1, len(score_captured))
+    scores = changed(scores, *places, *score_captured).to(dtype)
+    scores = torch.where(seen, scores, -math.inf)
+    most = scores.amax(-1)
+    shift = torch.where(most == -math.inf, 0.0, most)
+    weights = (scores - shift.unsqueeze(-1)).exp()
+    sums = weights.sum(-1)
+    seen_sums = torch.where(sums == 0, 1.0, sums)
+    out = (weights @ values) / seen_sums.unsqueeze(-1)
+    lse = torch.where(sums == 0, -math.inf, sums.log() + shift)
+    logs, most = ((x / math.log(2)).float() for x in (lse, most))
+    return out.to(q.dtype), logs, most
+
+
+def _over_places(function: Function, scores: int, captured: int) -> Function:
+    """Return a function of one place, and of its score if it takes one, mapped over all
+    places."""
+    for dim in _DIMS:
+        counted = [0 if i == dim else None for i in range(len(_DIMS))]
+        in_dims = (*[0] * scores, *counted, *[None] * captured)
+        function = torch.func.vmap(function, in_dims=in_dims)
+    return function
 
 
 def decompose(graph: fx.Graph, fake_mode: Any) -> None:
@@ -28,12 +86,12 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     build = Builder(graph, fake_mode)
     table = _torch.inductor.decompositions()
     decomposed = calls_where(graph, _torch.inductor.is_decomposed)
-    written_out = calls_where(graph, written_out_flex.may_be_written_out)
-    written_out = [n for n in written_out if written_out_flex.is_written_out(n)]
+    written_out = calls_where(graph, may_be_written_out)
+    written_out = [n for n in written_out if is_written_out(n)]
     for node in decomposed:
         _decompose_node(build, node, node.target, table)
     for node in written_out:
-        _decompose_node(build, node, written_out_flex.attend, table)
+        _decompose_node(build, node, attend, table)
     if decomposed or written_out:
         graph.lint()
 

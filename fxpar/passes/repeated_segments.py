@@ -3,11 +3,14 @@
 In: a graph as Dynamo traced it. Out: kinds of segments, each with its nodes, the values
 they read from outside and the results read outside; AOTAutograd traces one of a kind
 (``_torch.traced_once``). Segments of a kind have equal ops on equal constants, dtypes,
-sizes, strides and ``requires_grad``, wired equally. Never changes a graph.
+sizes, strides and ``requires_grad``, wired equally. Of a traced graph that writes in
+place (``_torch.aot.trace_flat``), whose values share memory where tensors did, it says
+which values are unchanged until they are last read. Never changes a graph.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import fx
 from fxpar._torch.aot import CHECKPOINT, higher_order_name
 from fxpar._torch.dynamo import example_of
 from fxpar._torch.node_copies import attribute
-from fxpar._torch.objects import is_mutable
+from fxpar._torch.objects import is_mutable, memory_of, tensors_of, written_by
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar._torch.traced_values import layout_of, part_of
 from fxpar.layers import (
@@ -30,9 +33,53 @@ from fxpar.layers import (
     with_reads,
     without_overlaps,
 )
-from fxpar.passes.shared_memory import SharedMemory
 
-# The least number of nodes whose tracing is saved, and of nodes in a segment: each
+
+class SharedMemory:
+    """Is an index of the writes to each memory in a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.output = graph.output_node()
+        self.writers: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for target in written_by(node):
+                for memory in self._memories(target):
+                    self.writers[memory].append(node)
+
+    def lasts(self, node: fx.Node) -> bool:
+        """Return whether nothing writes to the memory of a value before it and its
+        views are last read, nothing writes through them at all, and none of them is a
+        result of the graph. False where its memory is unknown."""
+        memories = self._memories(node)
+        if not memories:
+            return False
+        names, reads = self._names(node, memories), list[fx.Node]()
+        for name in names:
+            reads += name.users
+        if self.output in reads:
+            return False
+        if any(names.intersection(written_by(read)) for read in reads):
+            return False
+        last = max((self.position[read] for read in reads), default=0)
+        begin = self.position[node]
+        writers = (w for memory in memories for w in self.writers[memory])
+        return not any(begin < self.position[w] < last for w in writers)
+
+    def _names(self, node: fx.Node, memories: set[int]) -> set[fx.Node]:
+        """Return a value and the values computed from it that share its memory."""
+        names, pending = {node}, [node]
+        while pending:
+            for user in pending.pop().users:
+                if user not in names and memories & self._memories(user):
+                    names.add(user)
+                    pending.append(user)
+        return names
+
+    def _memories(self, node: fx.Node) -> set[int]:
+        return set(map(memory_of, tensors_of(node)))
+
+
 # segment costs some work too.
 LEAST_SAVED, LEAST_SIZE = 10, 4
 

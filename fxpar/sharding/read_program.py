@@ -2,8 +2,9 @@
 
 In: an ATen graph with global fake values (``meta["val"]``) and its Signature. Out: a
 Program. A rule comes from the op's row, or from the bodies that the call runs; an op
-without either is read as whole.
-Never: changes the graph.
+without either is read as whole. The bags of an embedding bag are a factor if the
+positions where they begin are constants, one length from each other, as they are for an
+input of two dims. Never: changes the graph, or guesses a length that it does not say.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
-from fxpar.sharding.even_bags import bag_length, in_bags
+from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.near_rows import near, reaches_of
 from fxpar.sharding.op_table import evaluate, tensors_of
 from fxpar.sharding.ops import row_of
 from fxpar.sharding.ops.custom_op_rules import axes_inside, manual_axes, pinned
+from fxpar.sharding.ops.embedding import begins_at, in_even_bags
 from fxpar.sharding.program import (
     OPEN,
     Input,
@@ -38,6 +40,33 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.shift_messages import NAME as SHIFT
+
+
+def bag_length(node: fx.Node) -> int | None:
+    """Return how many indices each bag has; None if the graph does not say, or they
+    differ."""
+    at = begins_at(node.target)
+    if at is None:
+        return None
+    indices, offsets = node.args[at - 1], node.args[at]
+    (count,), (bags,) = indices.meta["val"].shape, offsets.meta["val"].shape
+    are_known = isinstance(count, int) and isinstance(bags, int)
+    if not are_known or bags < 2 or not count or count % bags:
+        return None
+    length = count // bags
+    with _torch.aot.as_compiled():
+        begins = computed(offsets, {})
+        if begins is None:
+            return None
+        is_even = torch.equal(begins.long(), torch.arange(bags) * length)
+    return length if is_even else None
+
+
+def in_bags(rule: Rule, node: fx.Node, length: int) -> Rule:
+    """Return the rule of a call whose bags have ``length`` indices each."""
+    tensors = [x.meta["val"] for x in tensor_nodes(node)]
+    shapes = [tuple(x.shape) for x in (*tensors, *tensors_of(node.meta["val"]))]
+    return in_even_bags(rule, node.target, node.args, shapes, length)
 
 
 def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:

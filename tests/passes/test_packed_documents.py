@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.attention import document_parts, local_documents
+from fxpar.passes.attention import local_documents
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 
@@ -252,7 +252,7 @@ def test_a_forgotten_part_of_documents_is_noticed(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries behind the diagonal, those that see no key, keys of no document."""
-    right = document_parts.parts_of
+    right = local_documents.parts_of
 
     def forgetful(call: Any, *args: Any) -> Any:
         parts = right(call, *args)
@@ -260,7 +260,7 @@ def test_a_forgotten_part_of_documents_is_noticed(
         changed = None if part == "keys_of_tails" else call.build.call(ones, value)
         return dataclasses.replace(parts, **{part: changed})
 
-    monkeypatch.setattr(document_parts, "parts_of", forgetful)
+    monkeypatch.setattr(local_documents, "parts_of", forgetful)
     args = [*tensors(ROWS, ROWS), starts(0, 5, 11), starts(0, 5, 11)]
     with pytest.raises(AssertionError):
         matches(planned_by_keys(args, CAUSAL, "cp=4", None), *args)

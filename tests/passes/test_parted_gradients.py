@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order import parted_gradients
+from fxpar.passes.order import delay_work
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.forward_backward import as_run
 from tests.helpers.sketch import REDUCE, Sketch, check_equal
@@ -157,24 +157,24 @@ def test_parted_and_joined_is_as_it_was(sketch: Sketch) -> None:
     sketch.output(*gradients(sketch, [True, True, True]))
     (call,) = sketch.graph.find_nodes(op="call_function", target=BACKWARD)
     before, value, want = str(sketch.graph), call.meta["val"], sketch.run()
-    half = parted_gradients.part(call)
+    half = delay_work.part(call)
     assert masks(sketch.graph) == [INPUT, [False, True, True]]
     check_equal(sketch.run(), want)
-    parted_gradients.join(call, half)
+    delay_work.join(call, half)
     assert str(sketch.graph) == before
     assert all(a is b for a, b in zip(call.meta["val"], value, strict=True))
 
 
 def test_a_wrong_half_is_noticed(sketch: Sketch, monkeypatch: Any) -> None:
     """The weight's gradient is made of the wrong operands."""
-    real = parted_gradients.part
+    real = delay_work.part
 
     def wrong(call: fx.Node) -> fx.Node:
         half = real(call)
         half.args = (half.args[1], half.args[0], *half.args[2:])
         return half
 
-    monkeypatch.setattr(parted_gradients, "part", wrong)
+    monkeypatch.setattr(delay_work, "part", wrong)
     dx, dw = gradients(sketch)
     sketch.output(dw, dx, waited(sketch, begun(sketch, rows(sketch, dx, 0))))
     with pytest.raises(AssertionError):

@@ -6,13 +6,16 @@ other end, and lookups at positions that count up (from an iota, computed here o
 make row ``i`` of a dim the row ``i + by`` of one tensor, cyclically or with a constant
 beyond the end. As one op it may be split along that dim: each rank then needs a few
 rows of its neighbour. So may a slice of a join that is one part of it, shifted, with
-rows put in (``cut_joins``). In the backward, additions into zeros, of slices or at such
+rows put in, as the operands of differences between neighbours (``torch.diff`` with
+``prepend``): unlike the join, the part has a number of rows that axes divide. In the
+backward, additions into zeros, of slices or at such
 positions, are shifts back. Never: a value's strides change for a reader that would
 notice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -23,7 +26,6 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.normalize.cut_joins import of_one_part
 from fxpar.passes.normalize.row_places import (
     MOST_ROWS,
     RowPlaces,
@@ -38,6 +40,50 @@ from fxpar.passes.normalize.row_places import (
     same_shape,
 )
 from fxpar.sharding.op_facts import op_facts_of
+
+
+def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
+    """Return the rows of a slice of a join along ``dim``, built before it; None if no
+    part has as many rows, or the other rows are not all of one neighbouring part."""
+    join: Any = node.args[0]
+    if join.target is not aten.cat.default or join.kwargs or node.kwargs:
+        return None
+    bounds: tuple[Any, ...] = node.args[2:]
+    defaults: tuple[Any, ...] = None, None, 1
+    start, end, step = bounds + defaults[len(bounds) :]
+    parts, along = (*join.args, 0)[:2]
+    if any(not isinstance(n, int) for n in (start or 0, end or 0)) or step != 1:
+        return None
+    if along % len(shape_of(node)) != dim or not _are_alike([node, *parts], dim):
+        return None
+    rows = [shape_of(part)[dim] for part in parts]
+    first, last, _ = slice(start, end).indices(sum(rows))
+    begins = [*itertools.accumulate(rows, initial=0)]
+    for i, part in enumerate(parts):
+        by, count = first - begins[i], last - first
+        beside = i + (1 if by > 0 else -1 if by < 0 else 0)
+        if rows[i] != count or abs(by) >= count or not 0 <= beside < len(parts):
+            continue
+        if rows[beside] < abs(by):
+            continue
+        if not by:
+            return part
+        other, n = parts[beside], rows[beside]
+        with rewriter.before(node):
+            shifted = rewriter.call(torch.ops.fxpar.shift.default, part, dim, by, 0.0)
+            ends = (0, by) if by > 0 else (n + by, n)
+            few = rewriter.call(aten.slice.Tensor, other, dim, *ends)
+            place = (count - by, count) if by > 0 else (0, -by)
+            return rewriter.call(aten.slice_scatter.default, shifted, few, dim, *place)
+    return None
+
+
+def _are_alike(nodes: list[fx.Node], dim: int) -> bool:
+    """Return whether tensors have one dtype, one number of dims and known rows."""
+    values = [node.meta["val"] for node in nodes]
+    have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
+    return have_sizes and len({(x.dtype, x.dim()) for x in values}) == 1
+
 
 aten = torch.ops.aten
 

@@ -2,14 +2,17 @@
 
 In: a Dynamo graph with its arguments, of the same sizes on all ranks, and a
 ``CompileJob`` for each variant. Out: a compiled callable, and a record of the variants
-so far (``Variants``). All ranks come here in the same order. Never: a meeting with
-other ranks that this module starts.
+so far (``Variants``). Dynamo traces code again for a tensor with other strides (columns
+of a larger one, as ``ids[:, :-1]``), and gives the same program: inputs with other
+strides than it was compiled for are copied, and what it writes to a copy is written
+back. All ranks come here in the same order. Never: a meeting with other ranks that this
+module starts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.call_layouts import for_any_strides
 from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -35,6 +37,52 @@ from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
+
+Strides = tuple[int, ...]
+
+
+def for_any_strides(
+    run: Callable[..., Any], strides: Mapping[int, Strides], written: Collection[int]
+) -> Callable[..., Any]:
+    """Return ``run`` for inputs of any strides. ``strides``: those that ``run`` takes,
+    by input position; ``written``: positions of the inputs that ``run`` writes to."""
+    if not strides:
+        return run
+
+    def call(*args: Any) -> Any:
+        copies = {
+            i: _copied(args[i], stride)
+            for i, stride in strides.items()
+            if args[i].stride() != stride and not _lies_so(args[i], stride)
+        }
+        if not copies:
+            return run(*args)
+        results = run(*(copies.get(i, x) for i, x in enumerate(args)))
+        with torch.no_grad():
+            for i in copies.keys() & set(written):
+                args[i].copy_(copies[i])
+        return results
+
+    return call
+
+
+def _lies_so(x: torch.Tensor, stride: Strides) -> bool:
+    """Return whether ``x`` has these strides; dims of one element do not count."""
+    if not x.numel():
+        return True
+    dims = zip(x.shape, x.stride(), stride, strict=True)
+    return all(n == 1 or own == other for n, own, other in dims)
+
+
+def _copied(x: torch.Tensor, stride: Strides) -> torch.Tensor:
+    """Return a copy with other strides, through which gradients flow. Along dims of
+    stride 0 only the first element is copied."""
+    rows = x
+    for d, step in enumerate(stride):
+        rows = rows if step else rows.narrow(d, 0, min(x.shape[d], 1))
+    copy = torch.empty_strided(rows.shape, stride, dtype=x.dtype, device=x.device)
+    return copy.copy_(rows).expand(x.shape)
+
 
 # Sizes that differ by this factor may be better off with another plan.
 TWICE = 2.0

@@ -2,7 +2,7 @@
 
 The touched dim may be split like all others: it is one factor, of which tensors have
 different numbers of rows, and ranks exchange the rows that change ranks
-(``Rule.moves``, by ``passes.local.local_moves``). When few rows are cut out each rank
+(``Rule.moves``, by ``passes.local.local_ops``). When few rows are cut out each rank
 gives those it has and zero elsewhere, so the result is partial; when few rows are put
 in they are whole, and each rank takes its own. Every partial value may pass, except
 that a filled-in constant allows only reductions that leave the constant unchanged.
