@@ -294,6 +294,15 @@ def test_every_page_is_short_and_stands_in_the_index() -> None:
         assert len(re.findall(r"[^\s|]+", page.read_text())) <= 1500, name(page)
 
 
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command += ["--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "index.html").exists()
+
+
 def test_the_public_names_are_all_listed() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     named = set(re.findall(r"`fxpar\.(\w+)`", page.split("`help(")[0]))
