@@ -44,6 +44,7 @@ print("went on", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
     """One that does nothing for longer than ranks inside a call may."""
     env = {"FXPAR_TIMEOUT": "2"}

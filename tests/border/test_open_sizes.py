@@ -238,6 +238,7 @@ def _counted(calls: list[Any], function: Any) -> Any:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_second_start_finds_the_plan_of_open_sizes(tmp_path: Path) -> None:
     """For the sizes that it begins with; for others one is searched, and all have the

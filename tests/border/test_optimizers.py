@@ -19,6 +19,8 @@ import fxpar
 from fxpar.errors import FxparError
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 STEPS = 4
 
 

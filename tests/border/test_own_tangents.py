@@ -14,7 +14,7 @@ from fxpar.errors import GradientError
 from fxpar.runtime.ranks import drift
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 
 class Apart(Exception):

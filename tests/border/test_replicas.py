@@ -178,8 +178,10 @@ def test_all_ranks_are_told_at_the_next_call(write) -> None:
         (written_in_place, "pp=2", "compile", "global"),
         (written_in_place, "dp=2", "step", "global"),
         (written_through_data, "dp=2", "compile", "global"),
-        (written_through_data, "dp=2,tp=2", "shard", "global"),
-        (initialized, "tp=2", "shard", "global"),
+        pytest.param(
+            written_through_data, "dp=2,tp=2", "shard", "global", marks=pytest.mark.slow
+        ),
+        pytest.param(initialized, "tp=2", "shard", "global", marks=pytest.mark.slow),
         (initialized, "tp=2", "shard", "local"),
     ],
 )

@@ -11,6 +11,8 @@ import torch
 import fxpar
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 Results = tuple[torch.Tensor, ...]
 
 

@@ -235,8 +235,8 @@ def slow(*values: Any) -> Any:
         slow("all disabled", PLAIN, "function"),
         ("whole", {"penalty": True}, "module"),
         slow("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
-        ("tied", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
-        ("norm", PLAIN, "module"),
+        slow("tied", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
+        slow("norm", PLAIN, "module"),
     ],
 )
 def test_trains_as_ddp(name: str, how: dict[str, Any], by: str) -> None:

@@ -17,7 +17,7 @@ from fxpar import FxparError
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import whole
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
 

@@ -20,7 +20,7 @@ from tests.helpers.spawn import ranks_of
 from tests.helpers.training import compare, loop, one_device, train, whole
 from tests.helpers.whole_steps import whole_steps
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 WORDS, WIDTH, STEPS = 24, 16, 3
 
@@ -101,6 +101,7 @@ def read_back(mesh: str, folder: str) -> dict[str, torch.Tensor]:
     return {name: whole(x) for name, x in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [

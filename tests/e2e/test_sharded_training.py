@@ -29,7 +29,7 @@ from tests.helpers.training import (
     whole,
 )
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
 
@@ -295,7 +295,7 @@ def twins(mesh: str | None) -> Any:
     return gradients(model)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_every_gradient_owns_its_memory(mesh: str) -> None:
     near(alike(twins, mesh), twins(None))
 
@@ -344,6 +344,7 @@ def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
                 assert value.placements == p.placements, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "mesh"),
     [
@@ -448,6 +449,7 @@ def trained(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "mesh"),
     [
@@ -532,6 +534,7 @@ def sizes_of(plan: Plan) -> list[tuple[str, int]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduce", "size"), [(None, 2), ("float32", 4)])
 def test_parameters_are_cast_before_the_gather(reduce: str | None, size: int) -> None:
     loss, grads, sizes = alike(mixed, "dp=2", "bfloat16", reduce)
@@ -680,6 +683,7 @@ def kept(mesh: str) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_gathered_parameters_may_be_kept() -> None:
     (first, often), (second, once) = alike(kept, "dp=2")
     model = deep()

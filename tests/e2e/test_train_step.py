@@ -31,7 +31,7 @@ from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
 from tests.helpers.training import MESHES, loop, part
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 5
 CLIP = 0.3

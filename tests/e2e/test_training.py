@@ -21,10 +21,10 @@ pytestmark = pytest.mark.multiprocess
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "a=2,b=1,c=2")
 
 
-ON_TWO = [("resnet", "dp=2")]
+ON_TWO = [("resnet", "dp=2"), ("llama/3", "tp=2")]
 
 # The rest of the table is behind the marker slow.
-QUICK = [("llama/1", "dp=2"), ("llama/3", "tp=2")]
+QUICK = [("llama/1", "dp=2")]
 
 
 def cases() -> Iterator[object]:

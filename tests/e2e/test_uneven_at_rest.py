@@ -19,7 +19,7 @@ import fxpar
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop, whole
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 WORDS, WIDTH, ROWS = 101, 37, 6
 STEPS = 10

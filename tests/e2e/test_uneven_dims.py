@@ -13,7 +13,7 @@ from tests.helpers.device import put
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 ROWS, WORDS = 7, 101
 

@@ -45,6 +45,7 @@ def test_a_model_without_gradients() -> None:
         check(model.eval(), **batch, copied=LAYERS - 1)
 
 
+@pytest.mark.slow
 def test_dropout_and_checkpoints() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -138,7 +139,9 @@ def test_layers_that_are_copied(name: str) -> None:
     check(stack(COPIED[name]), *feeds(), copied=LAYERS - 1)
 
 
-@pytest.mark.parametrize("name", ["sum", "transposed", "twice"])
+@pytest.mark.parametrize(
+    "name", ["sum", "transposed", pytest.param("twice", marks=pytest.mark.slow)]
+)
 def test_gradients_that_differ_by_layer(name: str) -> None:
     """That of the last layer has strides of its own; another backward is traced."""
     ends = {

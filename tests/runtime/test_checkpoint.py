@@ -142,7 +142,7 @@ MESHES = [
     ("dp=2,tp=2", "dp=4"),
     ("dp=2,tp=2", None),
 ]
-QUICK = [("gpt2", MESHES[2]), ("resnet", MESHES[4])]
+QUICK = [("resnet", MESHES[4])]
 
 
 def cases() -> Iterator[Any]:
@@ -192,6 +192,7 @@ def export(name: str, mesh: str, path: str) -> tuple[dict, dict]:
     return everywhere, there
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_full_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
@@ -280,7 +281,7 @@ def placements(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("assign", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_load_state_dict_takes_whole_tensors(assign: bool) -> None:
     model, optimizer = make("gpt2", None)
     step("gpt2", model, optimizer)

@@ -168,7 +168,7 @@ def starts(
 
 
 KINDS = (allowed, in_checkpoint, function, composite, custom)
-IN_BRIEF = ((allowed, "local"), (custom, "global"))
+IN_BRIEF = ((custom, "global"),)
 
 
 @pytest.mark.multiprocess

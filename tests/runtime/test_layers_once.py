@@ -159,7 +159,10 @@ def momentum(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("part", [plain, dropped, viewed])
+@pytest.mark.parametrize(
+    "part",
+    [plain, *(pytest.param(p, marks=pytest.mark.slow) for p in (dropped, viewed))],
+)
 def test_layers_of_a_step(part: Any) -> None:
     forward, step = check_step(part, torch.optim.AdamW)
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
@@ -172,9 +175,9 @@ def test_layers_of_a_step(part: Any) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"clip": 1.0},
+        pytest.param({"clip": 1.0}, marks=pytest.mark.slow),
         {"accumulate": 2, "calls": 2},
-        {"scaler": torch.amp.GradScaler("cpu")},
+        pytest.param({"scaler": torch.amp.GradScaler("cpu")}, marks=pytest.mark.slow),
     ],
     ids=["clip", "accumulate", "scaler"],
 )
@@ -276,7 +279,7 @@ def giving_views(x: Tensor, *states: Tensor) -> list[Tensor]:
         (writing_to_views, True),
         (viewing, True),
         (viewing_late, False),
-        (writing_through, False),
+        pytest.param(writing_through, False, marks=pytest.mark.slow),
         (giving_views, False),
     ],
     ids=lambda x: getattr(x, "__name__", None),
@@ -318,6 +321,7 @@ def test_layers_of_parameters_at_rest() -> None:
         check(model, torch.ones(4, WIDTH, requires_grad=True), copied=LAYERS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [normed, *_MORE])
 def test_layers_of_parameters_at_rest_that_are_traced_each(part: Any) -> None:
     with fake_group(2):

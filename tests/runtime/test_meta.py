@@ -356,6 +356,7 @@ def read_missing(path: str, partial: bool) -> bool:
     return model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_tied_name_that_the_file_lacks(tmp_path: Path) -> None:
     llama(tied=True).save_pretrained(tmp_path)
     for error in shared_pool(4).errors(read_missing, str(tmp_path), False):

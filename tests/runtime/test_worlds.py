@@ -288,6 +288,7 @@ def one_is_held_up() -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_who_waits_for_another_place_is_waited_for() -> None:
     pool = shared_pool(4)
     pool.renew()

@@ -173,6 +173,7 @@ def all_writes(mesh: str, shape: Any, lies: Any) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shape", "lies"), LAYOUTS)
 def test_writes_reach_the_parts(mesh: str, shape: Any, lies: Any) -> None:
     for offs in ranks_of(mesh).run(all_writes, mesh, shape, lies):

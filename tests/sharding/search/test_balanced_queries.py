@@ -85,6 +85,7 @@ def test_no_plan_is_slower_than_one_that_counts_on_no_schedule(
     assert plan.predicted.seconds <= before.predicted.seconds * 1.001
 
 
+@pytest.mark.slow
 def test_the_search_and_the_prediction_agree_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
