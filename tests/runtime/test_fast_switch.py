@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar._fast import switch
+from fxpar._fast.python_frames import in_one_block
 from fxpar._torch import aot, dynamo
 from tests.helpers.patched import needs_patches
 from tests.helpers.spawn import shared_pool
@@ -82,6 +83,20 @@ def test_what_fails_to_patch_is_not_undone() -> None:
     for _ in range(2):
         with pytest.raises(KeyError), failing():
             pass
+
+
+def test_a_function_in_one_block_is_the_function() -> None:
+    def fn(a: int, *more: int, b: int = 2) -> tuple[object, ...]:
+        """Of a function."""
+        if a < 0:
+            raise ValueError(a)
+        return a, more, b
+
+    roomy = in_one_block(fn)
+    assert roomy(1, 3, b=4) == (1, (3,), 4) and roomy(a=1) == (1, (), 2)
+    assert (roomy.__name__, roomy.__doc__) == ("fn", "Of a function.")
+    with pytest.raises(ValueError, match="-1"):
+        roomy(-1)
 
 
 class Layers(nn.Module):
