@@ -42,7 +42,6 @@ QUICK = {
     Cell("dp=2", "inductor"): ["uneven_rows"],
     Cell("dp=2", plan="propagate", sharded=True): ["batch_norm"],
     Cell("dp=2,tp=2", plan="propagate"): ["halves_by_chunk"],
-    Cell("dp=2,ep=2", plan="propagate"): ["running_mean_assigned"],
 }
 
 

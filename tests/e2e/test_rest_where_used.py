@@ -265,6 +265,7 @@ def own_state(mesh: str | None, of_parts: bool) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "of_parts", [pytest.param(False, marks=pytest.mark.slow), True]
 )

@@ -192,6 +192,7 @@ def test_rows_that_indices_read(
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "grad"),
     [

@@ -551,7 +551,7 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert "place 3" in (tmp_path / "trace.json").read_text()
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [1, pytest.param(4, marks=SLOW)])
 def test_a_place_that_waits_leaves_its_cores_to_others(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

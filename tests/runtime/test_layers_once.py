@@ -186,10 +186,12 @@ def test_gradients_of_a_step(how: dict[str, Any]) -> None:
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
 
 
-_MORE = [pytest.param(part, marks=pytest.mark.slow) for part in (counted, numbered)]
+_MORE = [
+    pytest.param(part, marks=pytest.mark.slow) for part in (normed, counted, numbered)
+]
 
 
-@pytest.mark.parametrize("part", [normed, hooked, *_MORE])
+@pytest.mark.parametrize("part", [hooked, *_MORE])
 def test_layers_of_a_step_that_are_traced_each(part: Any) -> None:
     forward, _ = check_step(part, momentum)
     assert copied(forward) == 0
@@ -329,6 +331,7 @@ def test_layers_of_parameters_at_rest_that_are_traced_each(part: Any) -> None:
         check(model, torch.ones(4, WIDTH, requires_grad=True), copied=0)
 
 
+@pytest.mark.slow
 def test_layers_whose_parameters_rest_in_other_ways() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:
