@@ -407,7 +407,14 @@ def planned_again(replan: float | None, rows: Sequence[int]) -> list[tuple[int, 
     return plans
 
 
-@pytest.mark.parametrize(("replan", "count"), [(None, 1), (1.2, 2), (1e6, 1)])
+@pytest.mark.parametrize(
+    ("replan", "count"),
+    [
+        (1.2, 2),
+        pytest.param(None, 1, marks=pytest.mark.slow),
+        pytest.param(1e6, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_sizes_far_from_those_planned_for_are_planned_again(
     replan: float | None, count: int
 ) -> None:

@@ -210,7 +210,11 @@ def test_updates_of_a_rank_s_own_are_found() -> None:
         assert "draw noise from one seed" in str(error)
 
 
-@pytest.mark.parametrize("write", [buffer, counter], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "write",
+    [buffer, pytest.param(counter, marks=pytest.mark.slow)],
+    ids=lambda fn: fn.__name__,
+)
 def test_buffers_of_rank_0_are_taken_where_ranks_feed_parts(write) -> None:
     args = (train, write, (1,), "dp=2", "compile", "local", False)
     same = (train, write, (), "dp=2", "compile", "local", False)
@@ -221,8 +225,8 @@ def test_buffers_of_rank_0_are_taken_where_ranks_feed_parts(write) -> None:
     ("write", "ranks", "then_sent"),
     [
         (loaded, (0, 1), False),
-        (swapped, (0, 1), False),
-        (written_through_data, (0, 1), False),
+        pytest.param(swapped, (0, 1), False, marks=pytest.mark.slow),
+        pytest.param(written_through_data, (0, 1), False, marks=pytest.mark.slow),
         (loaded, (0,), True),
         (put_back, (0,), False),
         (rounded, (1,), False),

@@ -19,7 +19,7 @@ CELLS = [
     for mesh in ("dp=2", "dp=2,tp=2", "dp=2,cp=2", "dp=2,ep=2")
     for codegen in ("eager", "inductor")
     for sharded in (False, True)
-    for plan in ("propagate", "search")
+    for plan in ("search", "propagate")
 ]
 # What is quick: with the default settings, but op by op, a loop of each mechanism that
 # is not one of tests/border; on the other cells uneven rows, buffers, breaks.

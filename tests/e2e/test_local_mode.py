@@ -77,7 +77,9 @@ def masks(mesh: str, codegen: str) -> list[torch.Tensor]:
     return [run(torch.ones(16, 16)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_places_draw_numbers_of_their_own(codegen: str) -> None:
     """From one seed; ranks of one place draw the same."""
     pool = ranks_of("dp=2,tp=2")

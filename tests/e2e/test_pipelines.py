@@ -159,7 +159,7 @@ def written(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **grads, "before": torch.stack(before)}
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_write_what_one_stage_makes(microbatches: int) -> None:
     options = {"mesh": "pp=2", "codegen": "eager", "plan": "propagate"}
     want = written({})
@@ -287,7 +287,7 @@ def drawn(options: dict[str, Any], last: bool) -> list[torch.Tensor]:
     return [*out, *(p.grad for p in model.parameters()), torch.rand(3)]
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_one_stage_draws_is_drawn_by_all_ranks(last: bool) -> None:
     """It comes from rank 0, so that every rank takes part; and the numbers that a
     script draws next are alike."""

@@ -325,7 +325,11 @@ def stays(mesh: str, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"hints": {"*.up.weight": ("tp", None)}}, {"sample": 1}]
+    "how",
+    [
+        {"hints": {"*.up.weight": ("tp", None)}},
+        pytest.param({"sample": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_hints_and_samples_stand(how: dict[str, Any]) -> None:
     shared_pool(4).run(stays, "tp=2", how, ranks=2)

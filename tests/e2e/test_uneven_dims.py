@@ -73,7 +73,7 @@ def check(
         torch.testing.assert_close(gradients, one[1], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("axis", [pytest.param("dp", marks=pytest.mark.slow), "tp"])
 def test_two_ranks(axis: str) -> None:
     hints = HINTS if axis == "tp" else None
     more = {"hints": hints} if hints else {}

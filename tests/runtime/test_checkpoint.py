@@ -312,7 +312,9 @@ class Two(nn.Sequential):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", ["dcp", "plain", "dtensor"])
+@pytest.mark.parametrize(
+    "how", ["dcp", "plain", pytest.param("dtensor", marks=pytest.mark.slow)]
+)
 def test_other_shapes_are_named(tmp_path: Path, how: str) -> None:
     dcp.save({"model": Two(16).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(RankError) as error:

@@ -351,7 +351,7 @@ def skip_a_backward(then):
     for _ in range(3 - dist.get_rank()):
         model(torch.randn(2, 3)).sum().backward()
     if dist.get_rank() and then == "sleeps":
-        time.sleep(8)
+        time.sleep(5)
     elif then == "watches":
         mean_gradients.watch("other", {"": other}, over_all)
     elif then == "calls":

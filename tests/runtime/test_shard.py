@@ -206,7 +206,9 @@ def penalized(inputs: str) -> dict[str, torch.Tensor]:
 
 
 @multiprocess
-@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize(
+    "inputs", [pytest.param("global", marks=pytest.mark.slow), "local"]
+)
 def test_a_loss_plus_a_penalty_on_weights(inputs: str) -> None:
     want = penalized("")
     for got in shared_pool(2).run(penalized, inputs):

@@ -370,7 +370,7 @@ def refused(name: str) -> None:
     [
         ("alone", "outside of fxpar.alone"),
         ("shape", r"x.copy_\(whole\)"),
-        ("memory", r"x.copy_\(whole\)"),
+        pytest.param("memory", r"x.copy_\(whole\)", marks=pytest.mark.slow),
         ("strides", "x.full_tensor"),
         ("compiled", "view.clone"),
     ],

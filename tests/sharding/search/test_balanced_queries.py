@@ -75,7 +75,9 @@ def test_queries_are_split_where_a_schedule_balances_them(
 
 
 @pytest.mark.parametrize("key_heads", [4, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [1 << 12, 1 << 14])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(1 << 12, marks=pytest.mark.slow), 1 << 14]
+)
 def test_no_plan_is_slower_than_one_that_counts_on_no_schedule(
     rows: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def test_random_programs(
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
 @pytest.mark.parametrize("mesh", NAMED)
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models(
     mesh: str, hardware: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
