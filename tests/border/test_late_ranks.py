@@ -238,6 +238,7 @@ run(x)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_known_to_have_ended() -> None:
     first, second = run_script(BEGIN + KILLED, ranks=2, fork=True, timeout=60.0)
     assert second.code == -signal.SIGKILL and first.code == 1, first

@@ -268,6 +268,7 @@ def looked() -> int:
     return len(seen)
 
 
+@pytest.mark.slow
 def test_where_ranks_always_write_unlike_the_looks_become_rare() -> None:
     first, second = shared_pool(2).run(looked, timeout=60.0)
     assert first == second and 1 <= first <= 6
@@ -354,6 +355,7 @@ def one_place_further() -> None:
         run(torch.ones(4, 2))
 
 
+@pytest.mark.slow
 def test_whole_numbers_have_no_rounding() -> None:
     for error in shared_pool(2).errors(one_place_further):
         assert isinstance(error, InputMismatchError), error

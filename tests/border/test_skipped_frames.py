@@ -233,7 +233,7 @@ def slow(*values: Any) -> Any:
         slow("tied", PLAIN, "module"),
         ("all disabled", PLAIN, "module"),
         slow("all disabled", PLAIN, "function"),
-        ("whole", {"penalty": True}, "module"),
+        slow("whole", {"penalty": True}, "module"),
         slow("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
         slow("tied", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
         slow("norm", PLAIN, "module"),

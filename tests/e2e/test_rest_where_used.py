@@ -167,7 +167,8 @@ def tied(mesh: str | None, late: bool) -> list[Any]:
     return out + [model(batches()[0]).item()]
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
 def test_tied_weights(late: bool) -> None:
     check(tied, "tp=2", late)
 
@@ -266,9 +267,7 @@ def own_state(mesh: str | None, of_parts: bool) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "of_parts", [pytest.param(False, marks=pytest.mark.slow), True]
-)
+@pytest.mark.parametrize("of_parts", [False, True])
 def test_optimizers_that_keep_state_themselves(of_parts: bool) -> None:
     check(own_state, "tp=2", of_parts)
 

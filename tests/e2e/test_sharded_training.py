@@ -644,6 +644,7 @@ def regional(mesh: str | None) -> list[Any]:
     return steps(model, model, optimizer, 2)
 
 
+@pytest.mark.slow
 @ON_ONE_AXIS
 def test_layers_compiled_one_by_one(mesh: str) -> None:
     near(alike(regional, mesh), regional(None), rtol=1e-4)
@@ -705,6 +706,7 @@ def copied(mesh: str) -> list[Any]:
     return [gradients(model), gradients(other)]
 
 
+@pytest.mark.slow
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = mlp()
     model(rows()).backward()

@@ -422,6 +422,7 @@ def regions(parallel: bool) -> list[torch.Tensor]:
         return [x.detach() for x in (*losses, *model.parameters())]
 
 
+@pytest.mark.slow
 def test_checkpointed_regions_of_parameters_at_rest() -> None:
     for got in shared_pool(2).run(regions, True):
         torch.testing.assert_close(got, regions(False), rtol=1e-9, atol=1e-11)

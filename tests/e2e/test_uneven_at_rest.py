@@ -118,6 +118,7 @@ def test_parts_that_are_not_alike() -> None:
     assert first["norm.weight"] == last["norm.weight"] == (37,)  # a vector lies whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["compiled", pytest.param("step", marks=pytest.mark.slow)]
 )
@@ -221,6 +222,7 @@ def loaded(mesh: str | None, hints: Any, path: str) -> None:
         is_as_saved()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_for_another_mesh_and_one_device(tmp_path: Path) -> None:
     path = str(tmp_path)
     ranks_of("tp=2").run(saved, "tp=2", CUT, path)

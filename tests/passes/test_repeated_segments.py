@@ -39,6 +39,7 @@ def test_a_model_whose_first_layer_is_another() -> None:
     check(model, **batch, copied=LAYERS - 2, ordered=False)
 
 
+@pytest.mark.slow
 def test_a_model_without_gradients() -> None:
     model, batch = models.build(f"llama/{LAYERS}")
     with torch.no_grad():

@@ -444,6 +444,7 @@ def test_what_ranks_do_not_divide_is_whole_beside_stages(
     assert error_of(plan, rows(count)) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "count", "order"),
     [
@@ -611,6 +612,7 @@ def test_messages_take_from_what_computes_beside_them(
     assert together - alone == pytest.approx(3 * message, rel=0.1)
 
 
+@pytest.mark.slow
 def test_stages_pay_for_collectives_of_the_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -187,6 +187,7 @@ def extremes(mesh: str | None) -> list[float]:
     return out + [whole(x).item() for x in extreme]
 
 
+@pytest.mark.slow
 def test_extremes_keep_nan() -> None:
     want = extremes(None)
     for got in shared_pool(2).run(extremes, "dp=2"):

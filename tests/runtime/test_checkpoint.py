@@ -281,7 +281,8 @@ def placements(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("assign", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_takes_whole_tensors(assign: bool) -> None:
     model, optimizer = make("gpt2", None)
     step("gpt2", model, optimizer)

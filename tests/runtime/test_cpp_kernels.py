@@ -101,6 +101,7 @@ def test_kernels_are_compiled_beside_what_comes_next(
     assert library(first["f0"]) != library(second["f0"])
 
 
+@pytest.mark.slow
 def test_who_waits_compiles_what_no_thread_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

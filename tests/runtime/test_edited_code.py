@@ -192,6 +192,7 @@ def test_the_next_start_runs_the_new_code(
         assert max(apart) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_rank_runs_the_new_code_too(tmp_path: Path) -> None:
     """Torch's own cache would give the backward that a custom op had before."""

@@ -191,6 +191,7 @@ _MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [hooked, *_MORE])
 def test_layers_of_a_step_that_are_traced_each(part: Any) -> None:
     forward, _ = check_step(part, momentum)

@@ -760,7 +760,9 @@ def other_shapes(sharded_too: bool, assign: bool = False) -> str:
 
 
 @multiprocess
-@pytest.mark.parametrize("sharded_too", [False, True])
+@pytest.mark.parametrize(
+    "sharded_too", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_of_other_shapes(sharded_too: bool) -> None:
     for text in shared_pool(4).run(other_shapes, sharded_too):
         assert "layer.weight" in text

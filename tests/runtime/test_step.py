@@ -166,6 +166,7 @@ def test_schedulers_do_not_compile_again(
         assert compare(OPTIMIZERS[name][0], schedule=schedule, steps=8) == programs
 
 
+@pytest.mark.slow
 def test_how_an_optimizer_computes_stays_its_own() -> None:
     """A traced step works without, as one that branches on its count must."""
     model = build()
@@ -210,6 +211,7 @@ def test_decay_that_becomes_zero() -> None:
     assert programs == 3  # constant, input not zero, input zero
 
 
+@pytest.mark.slow
 def test_what_a_step_does_not_touch() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)

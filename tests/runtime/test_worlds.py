@@ -312,6 +312,7 @@ def counts_that_differ() -> list[str]:
     return meeting.meet("all", f"{me}")
 
 
+@pytest.mark.slow
 def test_counts_of_two_worlds_are_not_compared() -> None:
     for heard in shared_pool(4).run(counts_that_differ):
         assert heard == ["0", "1", "2", "3"]

@@ -56,6 +56,7 @@ def queries(plan: Any) -> Any:
     return node.operands[0].dims
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows, ranks", [(1 << 13, 4), pytest.param(1 << 15, 8, marks=pytest.mark.slow)]
 )
