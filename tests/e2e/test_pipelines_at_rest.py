@@ -104,13 +104,7 @@ def read_back(mesh: str, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts"),
-    [
-        ("pp=2", 2),
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("pp=2", 1), ("pp=4", 2), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4))
-        ],
-    ],
+    [("pp=2", 1), ("pp=2", 2), ("pp=4", 2), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4)],
 )
 def test_stages_train_what_rests_in_parts(
     mesh: str, parts: int, tmp_path: Path

@@ -348,11 +348,11 @@ def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
 @pytest.mark.parametrize(
     ("names", "mesh"),
     [
-        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}", marks=marks)
-        for names, mesh, marks in (
-            (["sgd", "adam", "adamw"], "dp=2", ()),
-            (["sgd", "adam", "adamw"], "dp=2,tp=2", pytest.mark.slow),
-            (["adafactor"], "dp=2,tp=2", pytest.mark.slow),
+        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}")
+        for names, mesh in (
+            (["sgd", "adam", "adamw"], "dp=2"),
+            (["sgd", "adam", "adamw"], "dp=2,tp=2"),
+            (["adafactor"], "dp=2,tp=2"),
         )
     ],
 )
@@ -432,8 +432,6 @@ CHANGES: dict[str, Change] = {
     "adapters": adapt,
 }
 
-QUICK_CHANGES = ("shared",)
-
 
 def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
     out = {}
@@ -453,9 +451,9 @@ def trained(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "mesh"),
     [
-        *((name, "dp=2") for name in QUICK_CHANGES),
-        pytest.param("weight_norm", "dp=2", marks=pytest.mark.slow),
-        *(pytest.param(name, "dp=2,tp=2", marks=pytest.mark.slow) for name in CHANGES),
+        ("shared", "dp=2"),
+        ("weight_norm", "dp=2"),
+        *((name, "dp=2,tp=2") for name in CHANGES),
     ],
 )
 def test_unusual_parameters(change: str, mesh: str) -> None:

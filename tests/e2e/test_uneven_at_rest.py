@@ -119,9 +119,7 @@ def test_parts_that_are_not_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["compiled", pytest.param("step", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["compiled", "step"])
 def test_words_split_as_they_are_used(how: str) -> None:
     for words, rows in zip(check("tp=2", HINTS, how), (51, 50), strict=True):
         assert words["table.weight"] == words["words.weight"] == (rows, 37)

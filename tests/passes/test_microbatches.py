@@ -203,11 +203,7 @@ def test_rows_that_indices_read(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "grad"),
-    [
-        (True, False),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
+    [(True, False), (True, True), (False, True)],
 )
 def test_masks_of_gemma_at_parts_of_one_row(
     positions: bool, grad: bool, monkeypatch: pytest.MonkeyPatch

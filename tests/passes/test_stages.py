@@ -449,11 +449,11 @@ def test_what_ranks_do_not_divide_is_whole_beside_stages(
     ("schedule", "count", "order"),
     [
         ("interleaved", 7, "looped_bfs"),
-        pytest.param("interleaved_zero_bubble", 5, "looped_bfs", marks=SLOW),
-        pytest.param("dualpipev", 2, "zbv", marks=SLOW),
+        ("interleaved_zero_bubble", 5, "looped_bfs"),
+        ("dualpipev", 2, "zbv"),
     ],
 )
-@pytest.mark.parametrize("mode", ["propagate", pytest.param("search", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["propagate", "search"])
 def test_a_last_batch_that_is_smaller_has_an_order(
     mode: str,
     schedule: str,

@@ -57,9 +57,7 @@ def queries(plan: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rows, ranks", [(1 << 13, 4), pytest.param(1 << 15, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rows, ranks", [(1 << 13, 4), (1 << 15, 8)])
 def test_queries_are_split_where_a_schedule_balances_them(
     rows: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
