@@ -478,7 +478,7 @@ def refused(schedule: str) -> str:
     torch._dynamo.reset()
     options = {"mesh": "dp=2", "codegen": "eager", "schedule": schedule}
     run = torch.compile(nn.Linear(4, 4), backend="fxpar", options=options, dynamic=True)
-    with pytest.raises(FxparError) as caught:  # of rank 0, which searches, or told by it
+    with pytest.raises(FxparError) as caught:  # on others: what rank 0 says
         run(torch.ones(8, 4))
     return str(caught.value)
 
