@@ -21,7 +21,7 @@ from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 SOON = {"FXPAR_TIMEOUT": "2", "FXPAR_LATE_TIMEOUT": "2"}
 
