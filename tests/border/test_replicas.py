@@ -19,7 +19,7 @@ from fxpar.runtime.ranks import drift
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import ranks_of, shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 
 class Apart(Exception):

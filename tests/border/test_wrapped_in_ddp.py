@@ -165,6 +165,7 @@ def skips() -> tuple[Trained, list[str]]:
     return wrapped("local", skipped=True)
 
 
+@pytest.mark.slow
 def test_the_wrapper_reduces_what_is_not_compiled() -> None:
     check(shared_pool(2).run(skips), "local")
 

@@ -25,14 +25,11 @@ CELLS = [
 # is not one of tests/border; on the other cells uneven rows, buffers, breaks.
 QUICK = {
     PLAIN: [
-        "losses_in_a_dict",
         "contrastive",
         "pairs_by_steps",
         "rows_behind_a_break",
         "lengths_that_change",
-        "parameters_as_arguments",
         "blocks_compiled_one_by_one",
-        "two_forwards_one_backward",
         "parameter_in_two_graphs",
         "checkpoint_around_a_graph",
         "other_parameters_on_each_rank",
@@ -71,7 +68,7 @@ RANDOM = [
     for kind in ("rows", "ops")
     for seed in range(40 if cell == PLAIN else 4)
 ]
-QUICK_SEEDS = ["rows/3", "ops/0"]
+QUICK_SEEDS = ["ops/0"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,7 @@ def test_a_random_loop(name: str, cell: Cell) -> None:
 
 
 # The comparison itself: what is equal, and what is not, without fxpar.
-QUICK[Cell(side=INDUCED)] = QUICK[Cell(side=UNREDUCED)] = ["pairs_by_steps"]
+QUICK[Cell(side=INDUCED)], QUICK[Cell(side=UNREDUCED)] = [], ["pairs_by_steps"]
 
 
 def cases(cell: Cell, reason: str) -> list[Any]:

@@ -115,6 +115,7 @@ def test_weights_are_gathered_where_that_is_asked_for() -> None:
     assert not any(plan.sent_rows for plan in plans)
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_where_a_rank_has_no_rows() -> None:
     """All ranks do alike; at the next step rows are sent."""
     plans = check("ep=2", rows=[(4, 0), (4, 4)])

@@ -378,6 +378,7 @@ def of_parts(mesh: str | None) -> list[Any]:
     return out + [whole(p) for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_ranks_that_feed_parts() -> None:
     check(of_parts, "dp=2,tp=2")
 

@@ -180,6 +180,7 @@ def test_a_captured_gradient_of_one_part_is_noticed(
         matches(plan, args)
 
 
+@pytest.mark.slow
 def test_captured_integers_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch)
 

@@ -257,6 +257,7 @@ def with_bodies(x: torch.Tensor) -> torch.Tensor:
     return Twice.apply(x) + y + z + torch.vmap(torch.sin)(x)
 
 
+@pytest.mark.slow
 def test_what_torch_and_bodies_say_has_a_text() -> None:
     text = fixed_content(*traced(with_bodies, torch.ones(4, 4, requires_grad=True)))
     assert text is not None and "cond" in text and "autograd_function_apply" in text

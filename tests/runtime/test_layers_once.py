@@ -318,6 +318,7 @@ def test_what_lasts() -> None:
     assert not {"view", "t_1", "add_", "arg0_1", "arg1_1"} & lasting
 
 
+@pytest.mark.slow
 def test_layers_of_parameters_at_rest() -> None:
     with fake_group(2):
         model = fxpar.shard(Stack(dropped, LAYERS), mesh="dp=2")

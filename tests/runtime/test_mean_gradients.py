@@ -313,7 +313,7 @@ def every_case(way, quick):
     ("way", "quick"),
     [
         ("eager", True),
-        ("graph", True),
+        pytest.param("graph", True, marks=pytest.mark.slow),
         *(pytest.param(way, False, marks=pytest.mark.slow) for way in WAYS),
     ],
 )

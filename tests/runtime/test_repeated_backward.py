@@ -67,7 +67,6 @@ def trained(mesh: str, how: str, codegen: str = "inductor", shard: bool = False)
 QUICK = (
     ("dp=2", "inductor", False, "twice"),
     ("dp=2", "inductor", False, "late"),
-    ("dp=2", "eager", True, "adaptive"),
 )
 
 

@@ -179,6 +179,7 @@ def test_how_an_optimizer_computes_stays_its_own() -> None:
         assert how.items() <= group.items()
 
 
+@pytest.mark.slow
 def test_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
@@ -228,6 +229,7 @@ def test_what_a_step_does_not_touch() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_eager_loop_goes_on() -> None:
     """After two steps each on its own, a stock optimizer takes over the state."""
     model, want = build(), build()
@@ -264,6 +266,7 @@ def test_state_that_is_loaded_is_used() -> None:
     assert len(fxpar.plans()) == before
 
 
+@pytest.mark.slow
 def test_another_batch_size_compiles_again() -> None:
     model, want = build(), build()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

@@ -333,6 +333,7 @@ def a_member_does_not_come() -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_group_of_which_a_member_does_not_come() -> None:
     pool = shared_pool(4)
     pool.renew()
