@@ -15,6 +15,8 @@ import torch
 from fxpar.__main__ import TOO_LARGE, main, parser
 from fxpar.sharding.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 ROOT = Path(__file__).parent.parent
 
 FACTORIES = """

@@ -43,12 +43,6 @@ def test_the_options_are_all_listed() -> None:
     )
 
 
-@pytest.fixture(autouse=True)
-def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FXPAR_PLAN", raising=False)
-    monkeypatch.delenv("FXPAR_SCHEDULE", raising=False)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_env_variables_exist(page: Path) -> None:
     from fxpar import config
@@ -206,6 +200,7 @@ def test_examples_are_short_and_listed() -> None:
         assert f"({path.name})" in (ROOT / "examples" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_pictures_are_what_the_example_draws(tmp_path: Path) -> None:
     """EXPECTTEST_ACCEPT=1 updates them."""
     accept = bool(os.environ.get("EXPECTTEST_ACCEPT"))

@@ -30,6 +30,8 @@ from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 MESH = Mesh.parse("dp=2")
 
 

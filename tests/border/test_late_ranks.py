@@ -44,6 +44,7 @@ print("went on", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
     """One that does nothing for longer than ranks inside a call may."""
     env = {"FXPAR_TIMEOUT": "2"}
@@ -237,6 +238,7 @@ run(x)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_known_to_have_ended() -> None:
     first, second = run_script(BEGIN + KILLED, ranks=2, fork=True, timeout=60.0)
     assert second.code == -signal.SIGKILL and first.code == 1, first

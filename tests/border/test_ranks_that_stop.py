@@ -21,7 +21,7 @@ from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 SOON = {"FXPAR_TIMEOUT": "2", "FXPAR_LATE_TIMEOUT": "2"}
 
@@ -108,7 +108,7 @@ def breaks_early(who: int, idle: str) -> tuple[str, str, float]:
     return outcome
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_breaks_early(who: int) -> None:
     pool = shared_pool(2)
     outcomes = pool.run(breaks_early, who, "sleeps", env=SOON, timeout=60.0)

@@ -13,7 +13,7 @@ from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import Run, compare, one_device, train
 from tests.helpers.whole_steps import whole_steps
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
 TRAINED = [

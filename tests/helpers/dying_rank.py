@@ -13,7 +13,8 @@ import fxpar
 dist.init_process_group("gloo", timeout=timedelta(seconds=5))
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
-step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+options = {"codegen": "eager", "plan": "propagate"}
+step = torch.compile(model, backend="fxpar", options=options)
 x = torch.randn(8, 16)
 step(x).sum().backward()
 dist.barrier()

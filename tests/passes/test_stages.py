@@ -444,15 +444,16 @@ def test_what_ranks_do_not_divide_is_whole_beside_stages(
     assert error_of(plan, rows(count)) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "count", "order"),
     [
         ("interleaved", 7, "looped_bfs"),
-        pytest.param("interleaved_zero_bubble", 5, "looped_bfs", marks=SLOW),
-        pytest.param("dualpipev", 2, "zbv", marks=SLOW),
+        ("interleaved_zero_bubble", 5, "looped_bfs"),
+        ("dualpipev", 2, "zbv"),
     ],
 )
-@pytest.mark.parametrize("mode", ["propagate", pytest.param("search", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["propagate", "search"])
 def test_a_last_batch_that_is_smaller_has_an_order(
     mode: str,
     schedule: str,
@@ -551,7 +552,7 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert "place 3" in (tmp_path / "trace.json").read_text()
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [1, pytest.param(4, marks=SLOW)])
 def test_a_place_that_waits_leaves_its_cores_to_others(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,6 +612,7 @@ def test_messages_take_from_what_computes_beside_them(
     assert together - alone == pytest.approx(3 * message, rel=0.1)
 
 
+@pytest.mark.slow
 def test_stages_pay_for_collectives_of_the_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

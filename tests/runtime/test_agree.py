@@ -150,6 +150,7 @@ def test_a_failure_is_told_though_an_older_one_was() -> None:
         assert ("rank 1 failed:\nUnknownOpError: no rule" in second) == (me == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_rank_that_works_is_waited_for() -> None:
     for gathered in shared_pool(4).run(one_works, ranks=2):

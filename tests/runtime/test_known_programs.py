@@ -344,7 +344,9 @@ def conjugated(folder: str, conj: bool) -> float:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("start", [randomly, conjugated])
+@pytest.mark.parametrize(
+    "start", [pytest.param(randomly, marks=pytest.mark.slow), conjugated]
+)
 def test_what_tracing_depends_on_may_change_between_starts(
     tmp_path: Path, start: Callable[[str, bool], float]
 ) -> None:

@@ -65,7 +65,13 @@ def check(names: Iterable[str], ranks: int, mode: str = "sound") -> list[cases.R
 
 @pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ranks", "names"), SOUND)
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        pytest.param(*case, marks=() if case[0] == 2 else pytest.mark.slow)
+        for case in SOUND
+    ],
+)
 def test_ranks_give_what_one_process_computes(ranks: int, names: list[str]) -> None:
     check(names, ranks)
 

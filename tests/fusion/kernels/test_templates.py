@@ -37,7 +37,6 @@ QUICK = (
     "computed_norm in the switch",
     "scattered_norm",
     "gathered_norm bf16",
-    "scattered_update",
 )
 
 

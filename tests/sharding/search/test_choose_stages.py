@@ -381,7 +381,12 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
     [
         # Nothing but arithmetic takes time, and without stages ranks share all of it.
         (replace(FREE, bandwidth=1e30), "", "none of 2 meshes can be faster"),
-        (FREE, "4", "0 of 2 meshes tried, 2 cannot be faster"),
+        pytest.param(
+            FREE,
+            "4",
+            "0 of 2 meshes tried, 2 cannot be faster",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_win_is_not_searched(
