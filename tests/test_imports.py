@@ -30,7 +30,8 @@ ALGEBRA = {
 
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
-    {"errors", "units"},
+    # A cut knows of plain edges alone.
+    {"errors", "units", "sharding/solver/min_cut"},
     # The two use one another: patches know torch, and adapters enter patches.
     {"_torch", "_fast"},
     {"option_values", "print_errors"},

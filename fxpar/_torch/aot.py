@@ -24,7 +24,7 @@ from fxpar._fast.cpp_kernels import (
 )
 from fxpar._fast.inductor_shortcuts import unread_texts
 from fxpar._fast.known_values import values_known
-from fxpar._fast.min_cut import quick_min_cut
+from fxpar._fast.quick_graphs import quick_min_cut
 from fxpar._fast.switch import takes
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode

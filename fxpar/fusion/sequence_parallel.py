@@ -41,11 +41,10 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.solver.min_cut import minimum_cut
 
-# Seconds become whole ticks, so that cuts are exact; none is more than a few hundred
-# million of them.
-_TICKS = 2**30
-_NEVER = 2**30
+# All seconds of a network together are this many whole ticks, so that cuts are exact.
+_TICKS = 2**29
 
 
 @dataclass(frozen=True)
@@ -80,47 +79,29 @@ class Prices:
 
 
 class _Network:
-    """Holds arcs with capacities in seconds, between numbered nodes; 0 is the source, 1
-    the sink."""
+    """Holds arcs with capacities in seconds, between "sliced", values, ops and
+    "whole"."""
 
     def __init__(self) -> None:
-        self.number: dict[Any, int] = {"sliced": 0, "whole": 1}
-        self.arcs: list[tuple[int, int, float]] = []
+        self.arcs: list[tuple[Any, Any, float]] = []
 
     def arc(self, tail: Any, head: Any, seconds: float) -> None:
-        tail, head = (self.number.setdefault(k, len(self.number)) for k in (tail, head))
         self.arcs.append((tail, head, seconds))
 
     def sliced(self) -> tuple[set[Any], float]:
         """Return (keys on the side of the source, seconds of the cut). Of cuts of equal
         cost this is the one with most in slices, which takes least memory."""
-        import numpy as np
-        from scipy.sparse import csr_array
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
         finite = [seconds for *_, seconds in self.arcs if seconds != math.inf]
-        unit = max(sum(finite), 1e-12) / _TICKS * 2
-        tails, heads, seconds = map(list, zip(*self.arcs, strict=True))
-        ticks = [
-            _NEVER if s == math.inf else min(round(s / unit), _NEVER) for s in seconds
-        ]
-        count = len(self.number)
-        graph = csr_array(
-            (np.array(ticks, np.int64), (np.array(tails), np.array(heads))),
-            shape=(count, count),
+        unit = max(sum(finite), 1e-12) / _TICKS
+        least = minimum_cut(
+            [(x, y, s if s == math.inf else round(s / unit)) for x, y, s in self.arcs],
+            "sliced",
+            "whole",
         )
-        graph.sum_duplicates()
-        graph.data = np.minimum(graph.data, _NEVER).astype(np.int32)
-        flow = maximum_flow(graph, 0, 1)
-        residual = (graph - flow.flow).tocsr()
-        residual.data = np.maximum(residual.data, 0)
-        residual.eliminate_zeros()
-        # Nodes that cannot reach the sink any more are on the side of the source.
-        reach = set(
-            breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)
-        )
-        side = {key for key, i in self.number.items() if i not in reach}
-        return side, flow.flow_value * unit
+        if least is None:  # what must be sliced must be whole
+            return set(), math.inf
+        keys = {key for *ends, _ in self.arcs for key in ends}
+        return keys - least.late, least.capacity * unit
 
 
 def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:

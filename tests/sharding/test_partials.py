@@ -5,6 +5,7 @@ Every case has a twin in which a nonlinear op forbids what the first one does.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import fxpar
 from fxpar.sharding.propagate import place_reductions
+from fxpar.sharding.solver.min_cut import minimum_cut
 
 
 @pytest.fixture
@@ -135,20 +137,19 @@ def test_parts_of_a_cut_are_cut_as_the_whole_is(seed: int) -> None:
     """The side of the source, of values that read one another at random."""
     draw = random.Random(seed)
     values = range(24)
-    edges: list[Any] = [("source", v, None) for v in values if draw.random() < 0.5]
+    never = math.inf
+    edges: list[Any] = [("source", v, never) for v in values if draw.random() < 0.5]
     edges += [(v, ("read", v), draw.randrange(1, 5)) for v in values]
-    edges += [(("read", v), "sink", None) for v in values if draw.random() < 0.3]
+    edges += [(("read", v), "sink", never) for v in values if draw.random() < 0.3]
     for v in values[:-1]:
         if draw.random() < 0.4:
             w = draw.randrange(v + 1, min(v + 4, 24))
-            edges += [(("read", v), w, None), (w, v, None)]
+            edges += [(("read", v), w, never), (w, v, never)]
 
     def side(part: list[Any]) -> set[Any]:
-        nodes = list(dict.fromkeys(n for edge in part for n in edge[:2]))
-        number = {node: i for i, node in enumerate(nodes)}
-        key = [(number[a], number[b], ticks) for a, b, ticks in part]
-        ends = number.get("source"), number.get("sink")
-        return {nodes[i] for i in place_reductions._source_side(key, *ends)}
+        least = minimum_cut(part, "source", "sink")
+        assert least is not None
+        return least.early
 
     parts = list(place_reductions._parts(edges))
     assert len(parts) > 1

@@ -21,6 +21,7 @@ the graph, or lets a partial value into an op that has no passage for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate.at_rest import alone
 from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import price
+from fxpar.sharding.solver.min_cut import minimum_cut
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
@@ -39,8 +41,8 @@ Kept = Mapping[int, Sequence[tuple[str, str]]]
 
 # A value, ("read", value) after its reduction, "source" or "sink".
 _Node = int | str | tuple[str, int]
-# (from, to, price of cutting it; None: it is never cut).
-_Edge = tuple[_Node, _Node, int | None]
+# (from, to, price of cutting it; ``inf``: it is never cut).
+_Edge = tuple[_Node, _Node, float]
 
 _TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
 _NEVER = 10**18  # more than any sum of prices
@@ -261,16 +263,17 @@ def _cut(
     """Return the minimum cut, found separately for each connected part of the
     region."""
     reached: set[_Node] = set()
-    sides: dict[tuple[Any, ...], list[int]] = {}  # layers repeat
+    sides: dict[tuple[Any, ...], set[int]] = {}  # layers repeat
     for edges in _parts(_edges(program, axis, region, prices)):
-        number: dict[_Node, int] = {}
+        number: dict[_Node, int] = {"source": 0, "sink": 1}
         for node, to, _ in edges:
             number.setdefault(node, len(number))
             number.setdefault(to, len(number))
         key = tuple((number[node], number[to], ticks) for node, to, ticks in edges)
         if key not in sides:
-            ends = number.get("source"), number.get("sink")
-            sides[key] = _source_side(key, *ends)
+            least = minimum_cut(key, 0, 1)
+            assert least is not None, "each value has a price"
+            sides[key] = least.early
         nodes = list(number)
         reached.update(nodes[i] for i in sides[key])
     return _passing(program, region, reached)
@@ -280,7 +283,7 @@ def _edges(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> list[_Edge]:
     """Return the edges of the graph that is cut."""
-    edges: list[_Edge] = [("source", v, None) for v in sorted(region.sources)]
+    edges: list[_Edge] = [("source", v, math.inf) for v in sorted(region.sources)]
     outputs = _reduced_outputs(program, axis)
     early = alone(program, program.reduce_here) - program.reduce_here
     for v in sorted(region.member):
@@ -289,21 +292,21 @@ def _edges(
         readers = program.uses[v]
         ends = v in outputs or v in program.reduce_here
         if ends or not (readers or v in program.returned):
-            edges.append((("read", v), "sink", None))
+            edges.append((("read", v), "sink", math.inf))
         for index, position in readers:
             op = program.ops[index]
             passage = region.via.get(index)
             if passage is None or position not in op.rule.passages[passage].operands:
-                edges.append((("read", v), "sink", None))
+                edges.append((("read", v), "sink", math.inf))
                 continue
-            edges += [(("read", v), result, None) for result in op.results]
+            edges += [(("read", v), result, math.inf) for result in op.results]
     for index, passage in region.via.items():
         op = program.ops[index]
         for result in op.results:
             for i in op.rule.passages[passage].operands:
                 if op.operands[i] in region.member:
-                    edges.append((result, op.operands[i], None))
-            edges += [(result, x, None) for x in op.results if x != result]
+                    edges.append((result, op.operands[i], math.inf))
+            edges += [(result, x, math.inf) for x in op.results if x != result]
     return edges
 
 
@@ -324,31 +327,6 @@ def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
     for edge, ends in zip(edges, inner, strict=True):
         parts.setdefault(find(ends[0]), []).append(edge)
     return parts.values()
-
-
-def _source_side(
-    edges: Sequence[tuple[int, int, int | None]], source: int | None, sink: int | None
-) -> list[int]:
-    """Return the nodes that augmenting paths still reach from the source: the smallest,
-    earliest side of a minimum cut. Nothing without a source; without a sink there is no
-    cut."""
-    from networkx import DiGraph
-    from networkx.algorithms.flow import preflow_push
-
-    if source is None:
-        return []
-    graph = DiGraph()
-    for node, to, ticks in edges:
-        graph.add_edge(node, to, **({} if ticks is None else {"capacity": ticks}))
-    graph.add_node(end := -1 if sink is None else sink)
-    residual = preflow_push(graph, source, end, capacity="capacity")
-    reached, stack = {source}, [source]
-    while stack:
-        for node, edge in residual[stack.pop()].items():
-            if edge["flow"] < edge["capacity"] and node not in reached:
-                reached.add(node)
-                stack.append(node)
-    return sorted(reached)
 
 
 def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
