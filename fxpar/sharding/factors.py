@@ -31,7 +31,7 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,43 +61,17 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Halo:
-    """Describes rows around a shard: of an operand, rows of its neighbours that the op
-    reads too; of a result, rows of which the op computes a part, which is added to the
-    neighbours' rows."""
+class Gathered:
+    """Describes a summary of a shard, which ranks gather from all shards of a factor:
+    the total of a scan, the candidates of a choice, the weights of the shard's
+    summands."""
 
-    # Of the tensor, among ``Rule.tensors``.
-    position: int
-    # The tensor's dim.
-    dim: int
-    # Rows before the shard.
-    before: int
-    # Rows after the shard.
-    after: int
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Describes a sum over a factor whose summands have weights: ranks exchange the
-    weights of their parts inside the op, and each rank's result is weighted."""
-
-    # The factor summed over.
+    # The factor.
     factor: str
-    # Of the weights, among ``Rule.tensors``.
+    # Of the tensor that is gathered, among ``Rule.tensors``.
     position: int
-
-
-@dataclass(frozen=True)
-class GatheredRows:
-    """Describes rows that summarize a shard of a dim, gathered from all shards: the
-    total of a scan, the candidates of a choice."""
-
-    # Of the tensor, among ``Rule.tensors``.
-    position: int
-    # The tensor's dim.
-    dim: int
-    # Rows per shard.
-    rows: int
+    # Rows per shard, if the tensor has the factor.
+    rows: int = 1
     # Bytes of an element; 0: as in the tensor.
     itemsize: int = 0
 
@@ -151,16 +125,16 @@ class RowWindow:
     position: int
     # The tensor's dim.
     dim: int
-    # Of the tensor whose shards read them, among ``Rule.tensors``.
-    other: int
-    # Number of rows of the dim.
-    rows: int
+    # Number of rows of the dim; this and what follows is known with ``reach``.
+    rows: int = 0
     # Number of rows of the other tensor.
-    count: int
-    # The rows of the dim that each row of the other tensor reads, or adds to.
-    reach: Reach
+    count: int = 0
+    # The rows of the dim that each row of the other tensor reads, or adds to. None:
+    # those of the shard and of its halo, and all shards are equal.
+    reach: Reach | None = None
     # Rows before and after a shard that its windows reach, where all shards of the
-    # other tensor are equal; None: shards of this tensor do not match the other's.
+    # other tensor are equal: its halo, which permutes send. None: shards of this tensor
+    # do not match the other's.
     halo: tuple[int, int] | None = None
 
 
@@ -229,17 +203,13 @@ class Rule:
     # "fill", it runs on a row of zeros that is cut off its results, with no sum over
     # it; "never", no such rank is allowed.
     empty: str = "run"
-    # Rows around shards that are sent by permutes.
-    halos: tuple[Halo, ...] = ()
-    # Sums of weighted summands, where their factor is split.
-    merges: tuple[Merge, ...] = ()
-    # Rows that ranks gather from all shards.
-    gathered: tuple[GatheredRows, ...] = ()
+    # What ranks gather from all shards, where the factor is split.
+    gathered: tuple[Gathered, ...] = ()
     # Rows that ranks exchange, dim by dim. Tensors have different numbers of rows of
     # these dims, and one factor: its size is the smallest of the numbers but 0.
     moves: tuple[RowMoves, ...] = ()
-    # Rows of dims whose shards need more rows than ``halos`` says, or other rows. Here
-    # too tensors have different numbers of rows of one factor.
+    # Rows of dims whose shards need more rows, or other rows. Where these have a reach,
+    # too, tensors have different numbers of rows of one factor.
     windows: tuple[RowWindow, ...] = ()
 
     @cached_property
@@ -275,9 +245,11 @@ class Rule:
     def moved(self) -> frozenset[str]:
         """Return the factors whose rows ranks exchange."""
         dims = {moves.dim for moves in self.moves}
-        read = {f for w in self.windows for f in self.tensors[w.position][w.dim]}
         moved = (f for t in self.tensors for d in dims for f in t[d])
-        return frozenset(read.union(moved))
+        return self._read(w for w in self.windows if w.reach is not None).union(moved)
+
+    def _read(self, windows: Iterable[RowWindow]) -> frozenset[str]:
+        return frozenset(f for w in windows for f in self.tensors[w.position][w.dim])
 
     @cached_property
     def even_factors(self) -> frozenset[str]:
@@ -288,10 +260,8 @@ class Rule:
     def exchanged(self) -> frozenset[str]:
         """Return the factors whose shards are not computed separately: ranks exchange
         rows or weights."""
-        places = [(halo.position, halo.dim) for halo in self.halos]
-        places += [(mark.position, mark.dim) for mark in self.gathered]
-        factors = {f for position, dim in places for f in self.tensors[position][dim]}
-        return self.moved.union(factors, (merge.factor for merge in self.merges))
+        gathered = (mark.factor for mark in self.gathered)
+        return self.moved.union(self._read(self.windows), gathered)
 
     @cached_property
     def contracted(self) -> frozenset[str]:

@@ -205,7 +205,7 @@ def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
         rows, count = sizes[wide], sizes[other_word]
         if count > 1:
             words |= {wide: f"w{d}", other_word: f"w{d}"}
-            windows.append(RowWindow(position, d, other, rows, count, reach))
+            windows.append(RowWindow(position, d, rows, count, reach))
     if not windows:
         return rule
     for window in windows:

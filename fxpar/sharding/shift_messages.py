@@ -2,10 +2,10 @@
 the op reads, and collectives of a manual region.
 
 Along a split dim ``fxpar::shift`` reads rows further on, and an op with halos reads the
-rows around the shard, or adds to them (``Rule.halos``). ``pieces`` says how many shards
-away rows are, and which rows of that shard they are; a rank's own need no message. Rows
-beyond the end come from the other end of the dim: an op that needs a constant there
-overwrites them.
+rows around the shard, or adds to them (``Rule.windows``). ``pieces`` says how many
+shards away rows are, and which rows of that shard they are; a rank's own need no
+message. Rows beyond the end come from the other end of the dim: an op that needs a
+constant there overwrites them.
 In: an op, its strategy, a mesh. Out: for each permute its axes and bytes, seconds.
 Never: changes a graph.
 """
@@ -13,13 +13,14 @@ Never: changes a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, Halo, RowMoves, RowPiece, RowWindow
+from fxpar.sharding.factors import Axes, RowMoves, RowPiece, RowWindow
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
 from fxpar.sharding.op_table import tensors_of
@@ -76,7 +77,7 @@ def pieces(size: int, start: int, end: int) -> tuple[Piece, ...]:
     return tuple(out)
 
 
-def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
+def sent(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Axes, int]]:
     """Return (axes, bytes on one rank) of each permute in an op; none if it sends no
     rows, or the dims are not split."""
     shifted = moved_rows(op)
@@ -85,70 +86,63 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
         spec = operand_spec(op.rule, strategy, 0)
         exchange = exchange_of(op.rule.moves[0], [spec], [spec], mesh)
         if not by_permutes(op.target, exchange, mesh):
-            return ()
-        return _messages(op, 0, [(dim, by, by)], strategy, mesh)
-    around: dict[int, list[tuple[int, int, int]]] = {}
-    for halo in (*op.rule.halos, *_fitting(op, strategy, mesh)):
-        rows = halo.dim, -halo.before, halo.after
-        around.setdefault(halo.position, []).append(rows)
-    return tuple(
-        message
-        for position, rows in around.items()
-        for message in _messages(op, position, rows, strategy, mesh)
-    )
-
-
-def _fitting(op: Op, strategy: Strategy, mesh: Mesh) -> list[Halo]:
-    """Return the windows of an op that are halos."""
-    halos = []
+            return []
+        return _permutes(_shard(op, strategy, mesh, 0), dim, by, by, mesh)
+    out, shard_of = [], cache(partial(_shard, op, strategy, mesh))
     for window in op.rule.windows:
-        axes = _spec(op, strategy, window.position).dims[window.dim]
-        halo = as_halo(window, axes, mesh)
+        shard, dim = shard_of(window.position), window.dim
+        halo = halo_of(window, shard.spec.dims[dim], mesh)
         if halo is not None:
-            halos.append(halo)
-    return halos
+            out += _permutes(shard, dim, -halo[0], halo[1], mesh)
+    return out
 
 
-def _spec(op: Op, strategy: Strategy, position: int) -> Spec:
-    """Return the spec of one of an op's tensors, operands then results."""
+@dataclass
+class _Shard:
+    """Is the shard of one of an op's tensors."""
+
+    spec: Spec
+    # Rows of each dim; those that come from other ranks are added.
+    shape: list[int]
+    # Bytes of an element.
+    itemsize: int
+
+    def bytes_of(self, dim: int, rows: int) -> int:
+        """Return the bytes of rows of a dim."""
+        others = self.shape[:dim] + self.shape[dim + 1 :]
+        return math.prod(others) * rows * self.itemsize
+
+
+def _shard(op: Op, strategy: Strategy, mesh: Mesh, position: int) -> _Shard:
+    """Return the shard of one of an op's tensors, operands then results."""
     late = position - len(op.operands)
     if late < 0:
-        return operand_spec(op.rule, strategy, position)
-    return result_spec(op.rule, strategy, late)
+        spec = operand_spec(op.rule, strategy, position)
+        value = tensor_nodes(op.node)[position].meta["val"]
+    else:
+        spec = result_spec(op.rule, strategy, late)
+        value = tensors_of(op.node.meta["val"])[late]
+    shape = spec.local_shape(mesh, [int(k) for k in value.shape])
+    return _Shard(spec, list(shape), value.dtype.itemsize)
 
 
-def _messages(
-    op: Op,
-    position: int,
-    rows: list[tuple[int, int, int]],
-    strategy: Strategy,
-    mesh: Mesh,
-) -> tuple[tuple[Axes, int], ...]:
-    """Return the messages for rows of one tensor. ``rows``: (dim, position of the first
-    row from the shard's first row, position of the last from the shard's last).
-    Messages along one dim include the rows that came along the dims before it."""
-    n = len(op.operands)
-    spec = _spec(op, strategy, position)
-    value = (
-        tensors_of(op.node.meta["val"])[position - n]
-        if position >= n
-        else tensor_nodes(op.node)[position].meta["val"]
-    )
-    shape = list(spec.local_shape(mesh, [int(k) for k in value.shape]))
-    out = []
-    for dim, start, end in rows:
-        axes, size = spec.dims[dim], shape[dim]
-        shards = mesh.count(axes)
-        if shards == 1 or not size:
-            continue
-        row = math.prod(shape) // size * value.dtype.itemsize
-        out += [
-            (mesh.ordered(axes), row * (piece.end - piece.start))
-            for piece in pieces(size, start, size + end)
-            if piece.further % shards
-        ]
-        shape[dim] = size + end - start
-    return tuple(out)
+def _permutes(
+    shard: _Shard, dim: int, start: int, end: int, mesh: Mesh
+) -> list[tuple[Axes, int]]:
+    """Return the permutes of rows from ``start``, counted from the shard's first row,
+    to ``end``, counted from its last, and enter the rows into the shard: permutes along
+    further dims include them."""
+    axes, size = shard.spec.dims[dim], shard.shape[dim]
+    shards = mesh.count(axes)
+    if shards == 1 or not size:
+        return []
+    out = [
+        (mesh.ordered(axes), shard.bytes_of(dim, piece.end - piece.start))
+        for piece in pieces(size, start, size + end)
+        if piece.further % shards
+    ]
+    shard.shape[dim] = size + end - start
+    return out
 
 
 def exchange_of(
@@ -165,13 +159,12 @@ def exchange_of(
     return Exchange(moves, axes, *map(tuple, split))
 
 
-def as_halo(window: RowWindow, axes: Axes, mesh: Mesh) -> Halo | None:
-    """Return a window as the rows around a shard, which permutes send, where all shards
-    are equal; None of other windows."""
+def halo_of(window: RowWindow, axes: Axes, mesh: Mesh) -> tuple[int, int] | None:
+    """Return the rows (before, after) a shard that its windows reach, which permutes
+    send, where all shards are equal; None of other windows."""
     ends = window.count, window.rows  # with shares only one of them may be even
-    if window.halo is None or not all(shard_sizes.is_even(n, mesh, axes) for n in ends):
-        return None
-    return Halo(window.position, window.dim, *window.halo)
+    is_even = all(shard_sizes.is_even(n, mesh, axes) for n in ends)
+    return window.halo if window.reach is None or is_even else None
 
 
 def exchange_of_window(
@@ -193,106 +186,72 @@ def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
     return str(target) == NAME and shard_sizes.is_even(rows, mesh, axes)
 
 
-def exchanges(
-    op: Op, strategy: Strategy, mesh: Mesh
-) -> tuple[tuple[Exchange, float], ...]:
-    """Return the exchanges of rows (``Rule.moves``) of an op, one dim after the other,
-    each with the bytes of a row."""
-    if not op.rule.moves:
-        return ()
-    n, out = len(op.operands), []
+def exchanges(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Exchange, float]]:
+    """Return the exchanges of rows of an op, one dim after the other, each with the
+    bytes of a row."""
+    out: list[tuple[Exchange, float]] = []
+    if not (op.rule.moves or op.rule.windows):
+        return out
+    n, shard_of = len(op.operands), cache(partial(_shard, op, strategy, mesh))
     operands = [operand_spec(op.rule, strategy, i) for i in range(n)]
     results = [result_spec(op.rule, strategy, i) for i in range(len(op.results))]
-    first, before = tensor_nodes(op.node)[0].meta["val"], operands[0]
-    shape = list(before.local_shape(mesh, [int(k) for k in first.shape]))
     for moves in op.rule.moves:
-        dim, shape[moves.dim] = moves.dim, 1
+        shard, dim = shard_of(0), moves.dim
         exchange = exchange_of(moves, operands, results, mesh)
-        row = float(math.prod(shape) * first.dtype.itemsize)
         if exchange.axes and not by_permutes(op.target, exchange, mesh):
-            out.append((exchange, row))
-        shape[dim] = shard_sizes.largest(moves.targets[0], mesh, results[0].dims[dim])
-    return tuple(out)
-
-
-def _read(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """Return seconds of the exchanges of windows (``Rule.windows``), one after the
-    other."""
-    n, total = len(op.operands), 0.0
-    shapes: dict[int, list[int]] = {}
+            out.append((exchange, float(shard.bytes_of(dim, 1))))
+        axes = results[0].dims[dim]
+        shard.shape[dim] = shard_sizes.largest(moves.targets[0], mesh, axes)
     for window in op.rule.windows:
-        i, late = window.position, window.position >= n
-        spec = _spec(op, strategy, i)
-        axes = spec.dims[window.dim]
-        if mesh.count(axes) == 1 or as_halo(window, axes, mesh) is not None:
-            continue
-        value = (
-            tensors_of(op.node.meta["val"])[i - n]
-            if late
-            else tensor_nodes(op.node)[i].meta["val"]
-        )
-        whole = [int(k) for k in value.shape]
-        shape = shapes.setdefault(i, list(spec.local_shape(mesh, whole)))
-        exchange = exchange_of_window(window, axes, adds=late)
-        shape[window.dim] = 1
-        row = math.prod(shape) * value.dtype.itemsize
-        total += row_moves.seconds(exchange, mesh, row)
-        shape[window.dim] = row_moves.most_rows(exchange, mesh)
-    return total
+        shard, dim = shard_of(window.position), window.dim
+        axes = shard.spec.dims[dim]
+        if mesh.count(axes) > 1 and halo_of(window, axes, mesh) is None:
+            exchange = exchange_of_window(window, axes, adds=window.position >= n)
+            out.append((exchange, float(shard.bytes_of(dim, 1))))
+            shard.shape[dim] = row_moves.most_rows(exchange, mesh)
+    return out
 
 
-def _gathered(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """Return (axes, bytes on one rank) of each gather of rows (``Rule.gathered``)."""
-    out = []
+def gathers(op: Op, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[Axes, int]]:
+    """Yield (axes, bytes on one rank) of each gather in an op."""
     for mark in op.rule.gathered:
-        spec = operand_spec(op.rule, strategy, mark.position)
-        axes = spec.dims[mark.dim]
+        axes = strategy.axes_of.get(mark.factor, ())
         if mesh.count(axes) == 1:
             continue
-        value = tensor_nodes(op.node)[mark.position].meta["val"]
-        shape = list(spec.local_shape(mesh, [int(k) for k in value.shape]))
-        shape[mark.dim] = min(shape[mark.dim], mark.rows)
-        itemsize = mark.itemsize or value.dtype.itemsize
-        out.append((mesh.ordered(axes), math.prod(shape) * itemsize))
-    return tuple(out)
+        shard = _shard(op, strategy, mesh, mark.position)
+        dims = op.rule.tensors[mark.position]
+        shape = [
+            min(rows, mark.rows) if mark.factor in dim else rows
+            for rows, dim in zip(shard.shape, dims, strict=True)
+        ]
+        itemsize = mark.itemsize or shard.itemsize
+        yield mesh.ordered(axes), math.prod(shape) * itemsize
 
 
-def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """Return (axes, bytes on one rank) of each gather of weights (``Rule.merges``)."""
-    out = []
-    for merge in op.rule.merges:
-        axes = strategy.axes_of.get(merge.factor, ())
-        if mesh.count(axes) == 1:
-            continue
-        i = merge.position - len(op.operands)
-        value = tensors_of(op.node.meta["val"])[i]
-        spec = result_spec(op.rule, strategy, i)
-        shape = spec.local_shape(mesh, [int(k) for k in value.shape])
-        out.append((mesh.ordered(axes), math.prod(shape) * value.dtype.itemsize))
-    return tuple(out)
+def messages(
+    op: Op, strategy: Strategy, mesh: Mesh
+) -> Iterator[tuple[str, Axes, float]]:
+    """Yield (kind, axes, bytes on one rank before it) of each message in an op, or of
+    the collective that it is."""
+    collective = exchanged(op)
+    if collective is not None:
+        kind, axes = collective
+        shard = _shard(op, strategy, mesh, 0)
+        yield kind, mesh.ordered(axes), math.prod(shard.shape) * shard.itemsize
+        return
+    for axes, nbytes in sent(op, strategy, mesh):
+        yield "permute", axes, nbytes
+    for axes, nbytes in gathers(op, strategy, mesh):
+        yield "all_gather", axes, nbytes
+    for exchange, row in exchanges(op, strategy, mesh):
+        kind, rows = row_moves.message(exchange, mesh, row)
+        if rows:
+            yield kind, mesh.ordered(exchange.axes), rows
 
 
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """Return the seconds of these messages, or of the collective that an op is."""
-    collective = exchanged(op)
-    if collective is not None:
-        value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
-        shape = spec.local_shape(mesh, [int(n) for n in value.shape])
-        nbytes = float(math.prod(shape) * value.dtype.itemsize)
-        return along(collective[0], mesh, mesh.ordered(collective[1])).seconds(nbytes)
-    permutes = sum(
-        along("permute", mesh, axes).seconds(float(nbytes))
-        for axes, nbytes in sent(op, strategy, mesh)
+    """Return the seconds of these messages."""
+    return sum(
+        along(kind, mesh, axes).seconds(float(nbytes))
+        for kind, axes, nbytes in messages(op, strategy, mesh)
     )
-    gathers = sum(
-        along("all_gather", mesh, axes).seconds(float(nbytes))
-        for axes, nbytes in (
-            *_weights(op, strategy, mesh),
-            *_gathered(op, strategy, mesh),
-        )
-    )
-    moves = sum(
-        row_moves.seconds(exchange, mesh, row)
-        for exchange, row in exchanges(op, strategy, mesh)
-    )
-    return permutes + gathers + moves + _read(op, strategy, mesh)

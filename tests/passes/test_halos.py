@@ -228,7 +228,9 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
         found = real(*args)
         first = end == "padding"
         read = tuple(
-            (*rest, (a - first, b - (not first))) for *rest, (a, b) in found.read
+            replace(window, halo=(a - first, b - (not first)))
+            for window in found.read
+            for a, b in [window.halo]
         )
         return replace(found, read=read)
 

@@ -152,7 +152,7 @@ def by_row_rule(node: fx.Node) -> Rule | None:
         rule = rule_of(node.target, args, kwargs, node.meta["val"])
     except RuleError:
         return None
-    if rule is None or rule.open or rule.halos:
+    if rule is None or rule.open or rule.windows:
         return None
     return rule if len(rule.operands) == len(tensor_nodes(node)) else None
 

@@ -48,11 +48,10 @@ def _reach(many: int, few: int) -> Reach:
 
 
 def _parts(
-    many: Sequence[int], few: Sequence[int], first: int, position: int, other: int
+    many: Sequence[int], few: Sequence[int], first: int, position: int
 ) -> tuple[list[str], list[str], tuple[RowWindow, ...]]:
     """Return (words of dims that are cut, words of their parts, windows). ``first``:
-    the first of these dims; ``position``, ``other``: of the tensors that have the dims
-    and the parts."""
+    the first of these dims; ``position``: of the tensor that has them."""
     rows, parts, windows = [], [], []
     for d, (n, count) in enumerate(zip(many, few, strict=True)):
         are_known = isinstance(n, int) and isinstance(count, int)
@@ -64,13 +63,13 @@ def _parts(
         parts.append(f"o{d}")
         halo = None if n % count else (0, 0)
         reach = _reach(n, count)
-        windows.append(RowWindow(position, first + d, other, n, count, reach, halo))
+        windows.append(RowWindow(position, first + d, n, count, reach, halo))
     return rows, parts, tuple(windows)
 
 
 def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) -> Rule:
     first = x.dim() - k
-    rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0, 1)
+    rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0)
     lead = names(first)
     words = text([*lead, *rows], results=[[*lead, *parts]] * results)
     return replace(parse_rule(words), windows=windows)
@@ -79,7 +78,7 @@ def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) ->
 def _backward(k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any) -> Rule:
     """Return the rule of a backward; ``index``: positions of maxima, if given."""
     first, end = x.dim() - k, 2 + len(index)
-    rows, parts, windows = _parts(x.shape[first:], grad.shape[first:], first, end, 0)
+    rows, parts, windows = _parts(x.shape[first:], grad.shape[first:], first, end)
     lead = names(first)
     read = [[*lead, *parts], [*lead, *rows], *[[*lead, *parts]] * len(index)]
     words = text(*read, results=[[*lead, *rows]])
@@ -139,6 +138,7 @@ class LaidOutParts:
         """Return averages over the rows of each part, from averages over the longest
         length."""
         build = self.call.build
+        assert self.window.reach is not None
         lengths = build.cast(self.lengths, x.meta["val"].dtype)
         x = build.call(aten.mul.Tensor, x, self.window.reach.span)
         return build.call(aten.div.Tensor, x, self._along(x, lengths))
@@ -168,6 +168,7 @@ def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOutParts]:
 
 def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
     build, late = call.build, few - len(call.operands)
+    assert window.reach is not None
     device = call.node.all_input_nodes[0].meta["val"].device
     shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
     count, span = shape[window.dim], window.reach.span

@@ -115,7 +115,7 @@ def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
             words[position].append(f"o{d}" if splits else "_")
         if splits and not dim.stays:
             ends = dim.rows, dim.count, dim.reach
-            windows.append(RowWindow(x, lead + d, other, *ends))
+            windows.append(RowWindow(x, lead + d, *ends))
     rule = parse_rule(text(words[0], results=[words[1]]))
     return replace(rule, windows=tuple(windows))
 

@@ -3,8 +3,8 @@
 Batch and heads are free; where query heads share key heads (GQA) they are a compound,
 and a gradient of the keys is partial over the query heads that share one. Queries may
 be split along the sequence where there is one log-sum-exp per query; so may keys and
-values, which makes outputs summands that ranks weight by their log-sum-exp (``Merge``),
-and gradients of queries plain summands. A causal mask counts places in the whole
+values, which makes outputs summands that ranks weight by their log-sum-exp, and
+gradients of queries plain summands. A causal mask counts places in the whole
 sequence (``passes.attention.local_attention``). Seeds, reserves and empty results are
 equal on every rank.
 

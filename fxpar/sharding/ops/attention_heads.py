@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpar.sharding.factors import Merge, Rule, parse_rule
+from fxpar.sharding.factors import Gathered, Rule, parse_rule
 from fxpar.sharding.op_table import text
 
 Maybe = torch.Tensor | None
@@ -98,7 +98,7 @@ class Heads:
         rule = self.rule(*operands, results=results)
         if not self.splits_keys:
             return rule
-        return replace(rule, merges=(Merge("t", len(operands) + 1),))
+        return replace(rule, gathered=(Gathered("t", len(operands) + 1),))
 
 
 def whole_dims(x: torch.Tensor) -> list[str]:

@@ -91,10 +91,9 @@ def _convolution(
         kernel,
         *([["+", co]] if bias is not None else []),
     ]
-    ends = (len(operands), 0) if transposed else (0, len(operands))
-    halos, read = spatial.halos(ends[0], 2), spatial.windows(ends[0], 2, ends[1])
+    position = len(operands) if transposed else 0
     words = text(*operands, results=[["n", co, *result_dims]])
-    rule = sliding_rule(words, spatial, halos, read, groups)
+    rule = sliding_rule(words, spatial, spatial.windows(position, 2), groups)
     summed = (2,) if bias is not None else ()
     return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
 
@@ -124,18 +123,16 @@ def _convolution_backward(
     sizes = many.shape[2:], few.shape[2:]
     spatial = spatial_dims(slid, *sizes, sliding=mask[0] or mask[1])
     at_grad, at_x = spatial.few, spatial.many
-    halos = spatial.halos(1, 2) * mask[1] + spatial.halos(3, 2) * mask[0]
-    read = spatial.windows(1, 2, 0) * mask[1] + spatial.windows(3, 2, 0) * mask[0]
+    read = spatial.windows(1, 2) * mask[1] + spatial.windows(3, 2) * mask[0]
     if transposed:
         at_grad, at_x = spatial.many, spatial.few
-        halos = spatial.halos(0, 2) * (mask[0] or mask[1])
-        read = spatial.windows(0, 2, 1)
+        read = spatial.windows(0, 2) * (mask[0] or mask[1])
     operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
     gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
     results = [dims for dims, is_asked in gradients if is_asked]
     words = text(["n", co, *at_grad], operand, kernel, results=results)
-    return sliding_rule(words, spatial, halos, read, groups)
+    return sliding_rule(words, spatial, read, groups)
 
 
 # Local forms

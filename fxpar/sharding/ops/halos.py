@@ -20,11 +20,11 @@ from torch import fx
 
 from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph.builder import Size
-from fxpar.sharding.factors import Axes, Halo, RowWindow
+from fxpar.sharding.factors import Axes, RowWindow
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.window_dims import each
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.shift_messages import as_halo, exchange_of_window, pieces
+from fxpar.sharding.shift_messages import exchange_of_window, halo_of, pieces
 
 aten = torch.ops.aten
 
@@ -40,32 +40,29 @@ def is_split(call: LocalCall, position: int, dim: int) -> bool:
     return call.build.mesh.count(axes_of(call, position, dim)) > 1
 
 
-def halos_of(call: LocalCall, position: int) -> list[Halo]:
-    """Return the halos of one of a call's tensors, of dims that are split."""
-    fitting = (_as_halo(call, window) for window in call.rule.windows)
-    return [
-        halo
-        for halo in (*call.rule.halos, *filter(None, fitting))
-        if halo.position == position
-        and is_split(call, position, halo.dim)
-        and halo.before + halo.after
-    ]
-
-
-def _as_halo(call: LocalCall, window: RowWindow) -> Halo | None:
-    axes = axes_of(call, window.position, window.dim)
-    return as_halo(window, axes, call.build.mesh)
+def halos_of(call: LocalCall, position: int) -> list[tuple[int, int, int]]:
+    """Return (dim, rows before a shard, rows after it) of the halos of one of a call's
+    tensors, of dims that are split."""
+    read = _read(call, position)
+    return [(w.dim, *halo) for w, halo in read if halo is not None and any(halo)]
 
 
 def windows_of(call: LocalCall, position: int) -> list[RowWindow]:
     """Return the windows of one of a call's tensors, of dims that are split, except
     those that are halos."""
+    return [window for window, halo in _read(call, position) if halo is None]
+
+
+def _read(
+    call: LocalCall, position: int
+) -> list[tuple[RowWindow, tuple[int, int] | None]]:
+    """Return the windows of one of a call's tensors, of dims that are split, with their
+    halos."""
+    mesh = call.build.mesh
     return [
-        window
+        (window, halo_of(window, axes_of(call, position, window.dim), mesh))
         for window in call.rule.windows
-        if window.position == position
-        and is_split(call, position, window.dim)
-        and _as_halo(call, window) is None
+        if window.position == position and is_split(call, position, window.dim)
     ]
 
 
@@ -83,10 +80,9 @@ def with_halo_rows(
 ) -> fx.Node:
     """Return ``x``, a shard of the tensor at ``position``, with the rows of its halos;
     a window of rows replaces the shard's rows."""
-    for halo in halos_of(call, position):
-        axes, size = axes_of(call, position, halo.dim), _size(x, halo.dim)
-        start, end = -halo.before, size + halo.after
-        x = rows(call, x, axes, halo.dim, start, end, fill)
+    for dim, before, after in halos_of(call, position):
+        axes, end = axes_of(call, position, dim), _size(x, dim) + after
+        x = rows(call, x, axes, dim, -before, end, fill)
     for window in windows_of(call, position):
         x = _exchanged(call, x, exchange_of(call, window, fill))
     return x
@@ -104,8 +100,7 @@ def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     for window in reversed(windows_of(call, position)):
         x = _exchanged(call, x, exchange_of(call, window))
     for halo in reversed(halos_of(call, position)):
-        axes = axes_of(call, position, halo.dim)
-        x = _add_halo(call, x, axes, halo)
+        x = _add_halo(call, x, axes_of(call, position, halo[0]), *halo)
     return x
 
 
@@ -164,12 +159,13 @@ def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
     return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
-def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
-    build, dim = call.build, halo.dim
-    size = _size(x, dim) - halo.before - halo.after
-    own = cut(call, x, dim, halo.before, halo.before + size)
+def _add_halo(
+    call: LocalCall, x: fx.Node, axes: Axes, dim: int, before: int, after: int
+) -> fx.Node:
+    build, size = call.build, _size(x, dim) - before - after
+    own = cut(call, x, dim, before, before + size)
     around, cuts, first = [], [], 0
-    for piece in pieces(size, -halo.before, size + halo.after):
+    for piece in pieces(size, -before, size + after):
         end = first + piece.end - piece.start
         if piece.further:
             around.append(piece)
@@ -277,10 +273,8 @@ def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     windows = windows_of(call, position)
     if windows:
         shape: list[Size] = list(call.operand_shape(1))
-        for halo in halos_of(call, position):
-            shape[halo.dim] = call.build.compute(
-                operator.add, shape[halo.dim], halo.before + halo.after
-            )
+        for dim, *around in halos_of(call, position):
+            shape[dim] = call.build.compute(operator.add, shape[dim], sum(around))
         for window in windows:
             rows = call.build.window_rows(exchange_of(call, window))
             shape[window.dim] = rows
@@ -288,7 +282,7 @@ def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     if not halos_of(call, position):
         return x
     amounts = [0] * (2 * len(call.shapes[position]))
-    for halo in halos_of(call, position):
-        at = 2 * (len(call.shapes[position]) - 1 - halo.dim)
-        amounts[at : at + 2] = halo.before, halo.after
+    for dim, *around in halos_of(call, position):
+        at = 2 * (len(call.shapes[position]) - 1 - dim)
+        amounts[at : at + 2] = around
     return call.build.pad_ends(x, amounts)

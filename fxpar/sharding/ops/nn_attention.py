@@ -5,7 +5,7 @@ Heads are free, as in ``attention``. In flex_attention the batch is free too; a 
 mask is split with batch and heads where it has them. Queries and keys may be split
 block by block of the mask: functions of scores count both by global index
 (``local_flex``). Gradients of keys are sums over queries; where keys are split outputs
-are summands that ranks weight (``Merge``), and gradients of queries are sums. Tensors
+are summands that ranks weight, and gradients of queries are sums. Tensors
 that a score or mask function captures are whole, since it may look up any element, and
 their gradients are sums over all scores, so partial.
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.sharding.factors import Merge, Rule
+from fxpar.sharding.factors import Gathered, Rule
 from fxpar.sharding.op_table import Word, make, rows, tensors_of
 from fxpar.sharding.ops.attention_heads import Heads, heads_of
 
@@ -137,8 +137,8 @@ def _flex(
     heads = words.heads
     operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
     rule = words.rule(*operands, results=[heads.out, heads.merged, heads.merged])
-    merge = Merge("t", len(operands) + 1)
-    return replace(rule, merges=(merge,)) if heads.splits_keys else rule
+    weights = Gathered("t", len(operands) + 1)
+    return replace(rule, gathered=(weights,)) if heads.splits_keys else rule
 
 
 def _flex_backward(
@@ -215,8 +215,8 @@ def _varlen(
     state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
     rule = make(operands, [out, logsumexp, state], sizes)
     splits_keys = "t!" not in key
-    merge = Merge("t", len(operands) + 1)
-    return replace(rule, merges=(merge,)) if splits_keys else rule
+    weights = Gathered("t", len(operands) + 1)
+    return replace(rule, gathered=(weights,)) if splits_keys else rule
 
 
 def _varlen_backward(

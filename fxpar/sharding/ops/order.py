@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxpar.graph import collective_nodes
-from fxpar.sharding.factors import LINEAR, Axes, GatheredRows, Passage, Rule
+from fxpar.sharding.factors import LINEAR, Axes, Gathered, Passage, Rule
 from fxpar.sharding.op_table import at, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.own_rows import is_within, rows_at
@@ -40,9 +40,17 @@ def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
     to i."""
     words = words_of(x)
     rule = make([words], [words])
-    if x.ndim == 0:
+    return rule if x.ndim == 0 else _gathering(rule, at(dim, x.ndim), 1, (0, 0))
+
+
+def _gathering(rule: Rule, dim: int, rows: int, *ends: tuple[int, int]) -> Rule:
+    """Return the rule where ranks gather rows of a dim of each shard. ``ends``:
+    (operand, bytes of an element or 0 for the operand's own) of each gather."""
+    (factor, *_) = (*rule.operands[0][dim], None)
+    if factor is None:  # of one row
         return rule
-    return replace(rule, gathered=(GatheredRows(0, at(dim, x.ndim), 1),))
+    marks = tuple(Gathered(factor, i, rows, itemsize) for i, itemsize in ends)
+    return replace(rule, gathered=marks)
 
 
 def running_choice(x: torch.Tensor, dim: int) -> Rule:
@@ -52,9 +60,8 @@ def running_choice(x: torch.Tensor, dim: int) -> Rule:
     rule = make([words], [words] * 2)
     if x.ndim == 0:
         return rule
-    dim = at(dim, x.ndim)
-    last = GatheredRows(0, dim, 1), GatheredRows(0, dim, 1, _INDEX)
-    return replace(rule, gathered=last, empty="never")
+    rule = _gathering(rule, at(dim, x.ndim), 1, (0, 0), (0, _INDEX))
+    return replace(rule, empty="never")
 
 
 def choice(*, results: int = 1) -> Callable[..., Rule]:
@@ -111,10 +118,7 @@ def _top_rows(
         if i != dim or count is not None
     ]
     rule = make([words], [[*result, *mark]] * results)
-    if all_rows:
-        return rule
-    marks = GatheredRows(0, dim, of_shard), GatheredRows(0, dim, of_shard, _INDEX)
-    return replace(rule, gathered=marks)
+    return rule if all_rows else _gathering(rule, dim, of_shard, (0, 0), (0, _INDEX))
 
 
 def _scan_back(x: torch.Tensor, dim: int, kind: str) -> Rule:
@@ -129,8 +133,8 @@ def _choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> Rule:
     earlier shards, and their place."""
     words = words_of(grad)
     rule = make([words, words], [words])
-    marks = tuple(GatheredRows(i, at(dim, grad.ndim), 1) for i in range(2))
-    return replace(rule, gathered=marks, empty="never")
+    rule = _gathering(rule, at(dim, grad.ndim), 1, (0, 0), (1, 0))
+    return replace(rule, empty="never")
 
 
 # Local forms

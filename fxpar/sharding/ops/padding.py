@@ -87,7 +87,7 @@ def _backward(place: Place, grad: torch.Tensor, x: torch.Tensor, pad: Sequence[i
         ends = range(before), range(count - after, count)
         head, tail = (tuple(place(i, before, n) for i in end) for end in ends)
         reach = Reach(1, first=-before, head=head, tail=tail)
-        windows.append(RowWindow(2, d, 0, n, count, reach))
+        windows.append(RowWindow(2, d, n, count, reach))
     return replace(make([words, words], [words]), windows=tuple(windows))
 
 

@@ -92,8 +92,8 @@ def _pool(
     """Return the rule of a pool: windows over the last dims, ``few`` of them."""
     spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
-    ends = spatial.halos(0, first), spatial.windows(0, first, 1)
-    return sliding_rule(text(rows, results=[slid_rows] * results), spatial, *ends)
+    words = text(rows, results=[slid_rows] * results)
+    return sliding_rule(words, spatial, spatial.windows(0, first))
 
 
 def _pool_backward(
@@ -108,9 +108,8 @@ def _pool_backward(
     windows, and ``x`` as the second operand."""
     spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
     first = x.dim() - len(slid)
-    ends = spatial.halos(n + 1, first), spatial.windows(n + 1, first, 0)
     words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
-    return sliding_rule(words, spatial, *ends)
+    return sliding_rule(words, spatial, spatial.windows(n + 1, first))
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
@@ -373,7 +372,7 @@ def shards_with_halos(
     """Return the last ``k`` dims of the tensor at ``at``, with the halos of the one at
     ``halos``."""
     first, shards = len(call.shapes[at]) - k, []
-    ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
+    ends = {dim: rows for dim, *rows in halos_of(call, halos)}
     read = {window.dim: window for window in windows_of(call, halos)}
     for d in range(first, first + k):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]

@@ -265,7 +265,7 @@ def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
         rule = cut(x, [dim] if x.ndim else [])
         return replace(rule, results=((*rule.results[0], ()),))
     words, dim = words_of(x), at(dim, x.ndim)
-    window = RowWindow(0, dim, 1, x.shape[dim], count, Reach(step, span=size))
+    window = RowWindow(0, dim, x.shape[dim], count, Reach(step, span=size))
     return replace(make([words], [[*words, "_"]]), windows=(window,))
 
 
@@ -286,7 +286,7 @@ def unfold_backward(
     rule = make([[*own, "_"]], [words])
     if is_whole:
         return rule
-    window = RowWindow(1, dim, 0, shape[dim], count, Reach(step, span=size))
+    window = RowWindow(1, dim, shape[dim], count, Reach(step, span=size))
     return replace(rule, windows=(window,))
 
 

@@ -5,7 +5,7 @@ A window starts at each step of ``stride`` rows, so a dim of ``many`` rows and o
 s!)``, the second ``o``. Where that does not hold ranks read windows of rows, or the dim
 is whole.
 In: sizes of a dim and its windows. Out: words for a rule, and the rows that windows of
-a shard reach beyond it (``Halo``, ``RowWindow``).
+a shard reach beyond it (``RowWindow``).
 Never: knows a mesh.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.sharding.factors import Halo, Reach, RowWindow, Rule, parse_rule
+from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 
 
 @dataclass(frozen=True)
@@ -100,31 +100,25 @@ class SpatialDims:
     few: list[str]
     # (factor, size) of factors in compound words.
     sizes: tuple[tuple[str, int], ...]
-    # (number among these dims, rows before a shard, rows after it)
-    reach: tuple[tuple[int, int, int], ...]
-    # (number among these dims, rows, windows, rows that each window reads, its halo
-    # where shards match)
-    read: tuple[tuple[int, int, int, Reach, tuple[int, int] | None], ...] = ()
+    # The windows of each dim in which a shard needs more rows; the dims' numbers among
+    # these dims.
+    read: tuple[RowWindow, ...] = ()
     # Words of dims where each window is the row at its place.
     plain: frozenset[str] = frozenset()
 
     @property
     def free(self) -> frozenset[str]:
         """Return the factors that an axis may split, but only into equal shards."""
-        apart = {self.few[d] for d, *_ in self.read}
+        apart = {self.few[w.dim] for w in self.read if w.reach is not None}
         free = frozenset(word for word in self.few if not word.endswith("!"))
         return free - apart - self.plain
 
-    def halos(self, position: int, first: int) -> tuple[Halo, ...]:
-        """Return the halos of a tensor that has rows, whose spatial dims start at
+    def windows(self, position: int, first: int) -> tuple[RowWindow, ...]:
+        """Return the windows of a tensor that has rows, whose spatial dims start at
         ``first``."""
-        return tuple(Halo(position, first + d, a, b) for d, a, b in self.reach)
-
-    def windows(self, position: int, first: int, other: int) -> tuple[RowWindow, ...]:
-        """Return the windows of that tensor, for the rows of tensor ``other``."""
         return tuple(
-            RowWindow(position, first + d, other, rows, count, reach, halo)
-            for d, rows, count, reach, halo in self.read
+            replace(window, position=position, dim=first + window.dim)
+            for window in self.read
         )
 
 
@@ -139,7 +133,7 @@ def spatial_dims(
     """Return the words of dims of these sizes with windows ``slid`` over them. ``may``:
     whether a dim may be split as halos are; ``sliding``: whether dims whose shards do
     not match, or are unequal, may be split at all."""
-    many_words, few_words, sizes, reach, read = [], [], [], [], []
+    many_words, few_words, sizes, read = [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         word = f"o{d}"
         fits = window.fits(int(n), int(count)) and may(window)
@@ -147,7 +141,8 @@ def spatial_dims(
         if sliding and _may_slide(window, n, count):
             many_words.append(word)
             few_words.append(word)
-            read.append((d, n, count, window.reach, ends if fits else None))
+            halo = ends if fits else None
+            read.append(RowWindow(0, d, n, count, window.reach, halo))
             continue
         many_words.append(word if fits else "_")
         few_words.append(word if fits else f"{word}!")
@@ -155,11 +150,9 @@ def spatial_dims(
             many_words[-1] = f"({word} s{d}!)"
             sizes.append((f"s{d}", window.stride))
         if fits and any(ends):
-            reach.append((d, *ends))
+            read.append(RowWindow(0, d, halo=ends))
     plain = frozenset(few_words[d] for d, w in enumerate(slid) if w.is_row)
-    return SpatialDims(
-        many_words, few_words, tuple(sizes), tuple(reach), tuple(read), plain
-    )
+    return SpatialDims(many_words, few_words, tuple(sizes), tuple(read), plain)
 
 
 def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
@@ -171,16 +164,14 @@ def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
 def sliding_rule(
     rule: str,
     spatial: SpatialDims,
-    halos: tuple[Halo, ...] = (),
-    windows: tuple[RowWindow, ...] = (),
+    windows: tuple[RowWindow, ...],
     groups: int = 1,
 ) -> Rule:
-    """Return the rule with the sizes, halos and windows of its spatial dims."""
+    """Return the rule with the sizes and windows of its spatial dims."""
     sizes = (("g", groups),) if groups > 1 else ()
     return replace(
         parse_rule(rule),
         sizes=(*sizes, *spatial.sizes),
         evenly=spatial.free,
-        halos=halos,
         windows=windows,
     )
