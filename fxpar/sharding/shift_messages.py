@@ -101,6 +101,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Axes, int]]:
 class _Shard:
     """Is the shard of one of an op's tensors."""
 
+    # The spec of the whole.
     spec: Spec
     # Rows of each dim; those that come from other ranks are added.
     shape: list[int]
