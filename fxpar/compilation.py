@@ -82,7 +82,6 @@ from fxpar.sharding.plan_request import (
     Request,
     choices,
     known_machine,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -372,9 +371,7 @@ class Compilation:
             ranks = self.ranks = settle(ranks, result.plan.mesh)
             request = self.request = request.on(result.plan.mesh)
         if options.tune:
-            result = self.result = pipeline.tuned(
-                result, request, ranks.whole, gm, inductor=self.is_inductor
-            )
+            result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
             self.leader.tell_plan(self._record())
         elif not self.follows_plan:
@@ -384,9 +381,7 @@ class Compilation:
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         bound = pipeline.bound(
             result,
-            request,
             ranks.whole,
-            inductor=self.is_inductor,
             writes=writes,
             copied=[of for of in ends if of is not None],
         )
@@ -411,7 +406,6 @@ class Compilation:
             meshes=choices(ranks.mesh, mode) if ranks.open else (),
             staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
             hardware=known_machine(options, size),
-            named_hardware=named_machine(options),
         )
 
     def _refuse_parts(self) -> None:
@@ -493,7 +487,6 @@ class Compilation:
             self.request,
             result,
             backward=which == "backward",
-            inductor=self.is_inductor,
             gradients=self._gradients(graph) if which == "backward" else {},
             at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
         )
@@ -658,12 +651,12 @@ def _request_of(job: CompileJob, name: str) -> Request:
     if stages is not None:
         whole = with_planned_axis(job.ranks.whole.mesh)
         stages = replace(stages, mesh=whole, schedule=schedule)
-    return Request.of(
-        options,
+    return Request(
         mesh,
         Signature((), ()),
         manual=job.ranks.manual,
-        keep_gathered=not options.reshard_after_forward,
+        options=options,
+        microbatches=options.microbatches,
         pipeline=stages,
         pipeline_schedule=schedule,
         sent_room=job.sent_room,

@@ -55,7 +55,6 @@ from fxpar.sharding.plan_request import (
     choices,
     known_machine,
     machine,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -393,10 +392,11 @@ def plan_call(
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
-    request = Request.of(
-        options,
+    request = Request(
         planned,
         signature,
+        options=options,
+        microbatches=options.microbatches,
         hints=load(hints if hints is not None else options.hints),
         mode=chosen,
         meshes=choices(mesh, chosen) if auto else (),
@@ -404,7 +404,6 @@ def plan_call(
         pipeline_schedule=options.pipeline,
         pipeline=pipeline,
         hardware=known_machine(options, mesh.size),
-        named_hardware=named_machine(options),
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)

@@ -44,7 +44,6 @@ from fxpar.sharding.plan_request import (
     Mode,
     Request,
     choices,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -86,7 +85,7 @@ def decided(
         cached=True,
         name=name,
         rank=ranks.rank,
-        named_hardware=named_machine(options),
+        options=Options(hardware=options.hardware),
     )
     plan = planned if of_all else searched
     return plan(graph, fake_mode, request).decided

@@ -78,7 +78,7 @@ class Calls:
         """Prepare the calls of ``gm``, which ``compile_as`` compiles as ``job`` says.
         ``owner``: graphs of different owners share no variants."""
         inputs, options, ranks = job.named_inputs, job.options, job.ranks
-        self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
+        self.inputs, self.options, self.ranks = inputs, options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, inputs, self.where)
         self.text = program_text(gm, inputs)

@@ -72,7 +72,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
             whole, schedule_chosen = stored
             state.recalled = _as_planned(whole, request)
             state.plan_with_schedule = (
-                state.recalled if schedule_chosen and not request.tune else None
+                state.recalled if schedule_chosen and not request.options.tune else None
             )
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
@@ -144,8 +144,12 @@ def _chooses_verbs(state: JointState) -> bool:
 
 def _chooses_schedule(request: Request) -> bool:
     """Return whether a schedule will be chosen (``apply_schedule``)."""
-    left_out = "schedule" in request.disable
-    return request.schedule == "auto" and request.hardware is not None and not left_out
+    left_out = "schedule" in request.options.disable
+    return (
+        request.options.schedule == "auto"
+        and request.hardware is not None
+        and not left_out
+    )
 
 
 def expand_moments(graph: fx.Graph, state: JointState) -> None:
@@ -215,7 +219,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
     decision = state.decided
-    report_unknown(decision.program, decision.mesh, request.strict)
+    report_unknown(decision.program, decision.mesh, request.options.strict)
     check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
     for rival in () if state.open_shares else decision.rivals:
@@ -242,7 +246,7 @@ def _forget_recalled(state: JointState) -> None:
     state.request = state.request_before
     state.program = _program(state)
     for step in (join_pool_gradients, expand_moments):
-        if step.__name__ not in state.request.disable:
+        if step.__name__ not in state.request.options.disable:
             step(state.graph, state)
 
 
@@ -292,7 +296,7 @@ def _room(request: Request) -> int | None:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """Return the bytes that a rank holds at the peak, by kind, and notes: where they
     are not known, there are none, and a note says why."""
-    settings, disable = state.schedule.settings, state.request.disable
+    settings, disable = state.schedule.settings, state.request.options.disable
     pipeline, peaks, run = state.request.pipeline, [], state.run
     signature = state.decided.program.signature
     if (
@@ -320,5 +324,5 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Save a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        chosen = _chooses_schedule(state.request) and not state.request.tune
+        chosen = _chooses_schedule(state.request) and not state.request.options.tune
         plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)
