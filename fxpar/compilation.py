@@ -223,8 +223,7 @@ class Compilation:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = _request_of(job, f"graph{number}")
-        self.result: JointState | None = None
-        self.cached: KnownProgram | None = None  # from AOTAutograd's cache: no result
+        self.result: JointState | None = None  # none where AOTAutograd cached it
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
@@ -269,7 +268,7 @@ class Compilation:
                 with led:
                     compiled = self._traced(gm, examples)
                 if self.result is None and self.entry and self.entry.plan:
-                    self.cached, self.launches = self.entry, list(self.entry.launches)
+                    self.launches = list(self.entry.launches)
                     self._report(self.entry.plan)
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
@@ -522,7 +521,7 @@ class Compilation:
     @property
     def plan(self) -> Plan | None:
         if self.result is None:
-            return self.cached.plan if self.cached else None
+            return self.entry.plan if self.entry else None
         return self.result.plan
 
     @property
@@ -546,7 +545,7 @@ class Compilation:
     def written(self) -> set[int]:
         """Return the positions of the arguments that the program writes to."""
         if self.result is None:
-            return set(self.cached.written) if self.cached else set()
+            return set(self.entry.written) if self.entry else set()
         places = (
             self.places[out.of]
             for out in self.request.signature.outputs
@@ -557,7 +556,7 @@ class Compilation:
     def results(self) -> dict[int, Spec]:
         """Return specs of the results, by position among the graph's own results."""
         if self.result is None:
-            return dict(self.cached.results) if self.cached else {}
+            return dict(self.entry.results) if self.entry else {}
         decision = self.result.decided
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)

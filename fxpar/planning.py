@@ -103,19 +103,17 @@ class Predicted:
 class TracedPlan(Plan):
     """Is a Plan with the program that it was made for."""
 
-    # The pipeline's result, to simulate; None for a loaded plan.
-    result: JointState | None = field(default=None, compare=False, repr=False)
+    # The pipeline's result, to simulate.
+    result: JointState = field(kw_only=True, compare=False, repr=False)
     # The traced call, to bind arguments.
-    call: TracedCall | None = field(default=None, compare=False, repr=False)
-    # The traced module, to plan again.
-    module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
-    # The options that it was made with.
-    options: Options = field(default_factory=Options, compare=False, repr=False)
+    call: TracedCall = field(kw_only=True, compare=False, repr=False)
+    # The traced module.
+    module: fx.GraphModule = field(kw_only=True, compare=False, repr=False)
 
     @cached_property
     def hardware(self) -> Hardware:
         """Return the hardware. Raises OptionError and DeviceError, as ``machine``."""
-        return machine(self.options, self.mesh.size)
+        return machine(self.result.request.options, self.mesh.size)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -123,14 +121,13 @@ class TracedPlan(Plan):
 
         Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
         return predict_step(
-            result.local,
+            self.result.local,
             self.mesh,
             self.hardware,
-            settings=result.schedule.settings,
-            disable=self.options.disable,
-            fused=self.options.codegen == "inductor",
+            settings=self.result.schedule.settings,
+            disable=self.result.request.options.disable,
+            fused=self.result.inductor,
         )
 
     @cached_property
@@ -151,7 +148,7 @@ class TracedPlan(Plan):
     def predicted_texts(self) -> list[str]:
         """Return ``predicted`` as text, nothing if the hardware is unknown."""
         try:
-            return [str(self.predicted)] if self.result is not None else []
+            return [str(self.predicted)]
         except (DeviceError, PlanError):  # PlanError: the user's own collectives
             return []
 
@@ -159,22 +156,16 @@ class TracedPlan(Plan):
         """Return memory and time by layer of the model, as a table with the sums that
         the plan predicts; for a plan in stages or of unequal ranks, why there is none.
 
-        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
         if pipeline_axis(self.mesh) is not None:
             return "no table by layer: stages have unlike ones, which are listed above"
         if not self.mesh.is_shared_equally:
             return "no table by layer: ranks have unlike shares of each"
-        graph = as_run(
-            result.local,
-            disable=self.options.disable,
-            settings=result.schedule.settings,
-        )
-        signature, fused = (
-            result.decided.program.signature,
-            self.options.codegen == "inductor",
-        )
+        result, disable = self.result, self.result.request.options.disable
+        settings = result.schedule.settings
+        graph = as_run(result.local, disable=disable, settings=settings)
+        signature, fused = result.decided.program.signature, result.inductor
         rows = layer_rows(graph, self, signature, self.hardware, fused=fused)
         return layers_text(rows)
 
@@ -182,7 +173,7 @@ class TracedPlan(Plan):
         """Return ``Plan.diff``, and the predicted seconds of a step, if both plans were
         traced and the hardware is known."""
         lines = [super().diff(other)]
-        if lines[0] and isinstance(other, TracedPlan) and self.result and other.result:
+        if lines[0] and isinstance(other, TracedPlan):
             with contextlib.suppress(DeviceError):
                 times = self.predicted.seconds, other.predicted.seconds
                 lines.append("a step: " + " | ".join(map(short_seconds, times)))
@@ -193,8 +184,8 @@ class TracedPlan(Plan):
         the op that makes it could do, or other layouts of it if it is an input, and
         what the whole plan would then cost, solved again."""
         text = super().why(name)
-        search = self.result.decided.search if self.result else None
-        value = self.result.decided.program.named(name) if self.result else None
+        search = self.result.decided.search
+        value = self.result.decided.program.named(name)
         if search is None or value is None:
             return text
         return (
@@ -207,9 +198,9 @@ class TracedPlan(Plan):
         Raises PlanError for a plan that was not searched, an unknown name, an input,
         and a spec that no strategy of its op makes.
         """
-        result, _ = self._traced()
         self.spec(name)
-        search, value = result.decided.search, result.decided.program.named(name)
+        search = self.result.decided.search
+        value = self.result.decided.program.named(name)
         if search is None or value is None:
             raise PlanError(
                 "only a searched plan knows its alternatives",
@@ -225,12 +216,11 @@ class TracedPlan(Plan):
         (``FXPAR_MESH="dp=2{1.0,0.5}"``), with the time of a step, and that with equal
         shards; printable.
 
-        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
-        _, done = facts_of(result.local)
+        _, done = facts_of(self.result.local)
         reshards = [reshard for reshard, _ in done]
-        return ratios(result.decided, self.hardware, reshards)
+        return ratios(self.result.decided, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -241,9 +231,8 @@ class TracedPlan(Plan):
     def to_html(self, path: str | Path) -> None:
         """Write ``Plan.to_html``, with ``timeline`` if the hardware is known."""
         timeline = None
-        if self.result is not None:
-            with contextlib.suppress(DeviceError):
-                timeline = self.timeline
+        with contextlib.suppress(DeviceError):
+            timeline = self.timeline
         write_asked(path, render(self, timeline))
 
     def simulate(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +251,7 @@ class TracedPlan(Plan):
 
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """Simulate; return gradients and buffers changed in place, too."""
-        result, call = self._traced()
+        result, call = self.result, self.call
         edges, program = result.decided.edges, result.decided.program
         specs = [None if v is None else edges.specs[v] for v in program.inputs]
         parts = [
@@ -282,22 +271,13 @@ class TracedPlan(Plan):
 
     def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """Run the reference; return gradients and buffers changed in place, too."""
-        result, call = self._traced()
-        whole = module_of(self.module, result.normalized)
-        values = run_global(whole, self.mesh, call.inputs(args, kwargs))
-        return call.outcome(result.decided.program.signature, values)
+        whole = module_of(self.module, self.result.normalized)
+        values = run_global(whole, self.mesh, self.call.inputs(args, kwargs))
+        return self.call.outcome(self.result.decided.program.signature, values)
 
     def _returned(self, outcome: Outcome) -> Any:
-        _, call = self._traced()
-        return (outcome.result, outcome.gradients) if call.grad else outcome.result
-
-    def _traced(self) -> tuple[JointState, TracedCall]:
-        if self.result is None or self.call is None:
-            raise PlanError(
-                "a loaded plan has no program to run",
-                fix="plan again with fxpar.plan(fn, *args, mode=path)",
-            )
-        return self.result, self.call
+        grad = self.call.grad
+        return (outcome.result, outcome.gradients) if grad else outcome.result
 
 
 def plan(
@@ -411,11 +391,7 @@ def plan_call(
     if options.memory is not None:
         made_plan = replace(made_plan, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(made_plan),
-        result=result,
-        call=call,
-        module=module,
-        options=options,
+        **asdict_shallow(made_plan), result=result, call=call, module=module
     )
 
 

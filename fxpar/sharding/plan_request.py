@@ -2,7 +2,7 @@
 
 It pickles, so that a rank can send it and a test can hold it.
 In: a mesh, or meshes that a search may choose from; layouts of inputs and outputs;
-hints; the mode; edits of the local graph; ``Options``, from which functions read these.
+hints; the mode; the user's ``Options``.
 Out: the Request, its mesh and signature as they are planned.
 Never: plans.
 """
