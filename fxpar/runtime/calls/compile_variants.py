@@ -197,7 +197,8 @@ class VariantCompiler:
         """Return a variant that leaves sizes open, and the sizes that it holds for: an
         existing one if it holds for these sizes and its plan stands, else a new one.
         None if sizes are to be fixed."""
-        sizes = self._to_open(args)
+        open_ = [x for x in self.sizes if x.name not in self.variants.closed]
+        sizes = [x for x in open_ if x.of(args) > 1]
         if not self.opens and sizes:
             self.variants.refused = "what is asked for takes sizes that are known"
         if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
@@ -251,11 +252,6 @@ class VariantCompiler:
         self.variants.refused = ""
         size_range = replace(run.sizes, plan=run.plan)
         return opened.caller(run, run.sizes.written), size_range
-
-    def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
-        """Return the sizes to leave open: above 1, open in Dynamo, and not closed."""
-        sizes = [x for x in self.sizes if x.name not in self.variants.closed]
-        return [x for x in sizes if x.of(args) > 1]
 
     def _fixed(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Return a variant for the sizes of these arguments alone."""

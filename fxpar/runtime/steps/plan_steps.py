@@ -64,8 +64,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     if isinstance(mode, Plan):
         whole = mode
         state.recalled = state.plan_with_schedule = _as_planned(mode, request)
-    elif _is_kept(state):
-        assert isinstance(mode, SearchOptions)
+    elif request.cached and plan_store.allowed() and isinstance(mode, SearchOptions):
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:
@@ -111,12 +110,6 @@ def _on(state: JointState, mesh: Mesh) -> Request:
     return state.request
 
 
-def _is_kept(state: JointState) -> bool:
-    """Return whether its plan is looked for on disk."""
-    allowed = state.request.cached and plan_store.allowed()
-    return allowed and isinstance(state.request.mode, SearchOptions)
-
-
 def _searchable(request: Request) -> Request:
     """Return the request, set to propagate if its mesh has too many axes to search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
@@ -134,12 +127,8 @@ def _program(state: JointState) -> Program:
     program = read(_at_hints(state), state.request.laid)
     if state.request.pipeline is not None:
         return split_evenly(program)
-    return replace(program, balances=_chooses_verbs(state))
-
-
-def _chooses_verbs(state: JointState) -> bool:
-    """Return whether a schedule will be chosen, verbs included (``apply_schedule``)."""
-    return _chooses_schedule(state.request) and not state.open
+    chooses_verbs = _chooses_schedule(state.request) and not state.open
+    return replace(program, balances=chooses_verbs)
 
 
 def _chooses_schedule(request: Request) -> bool:
