@@ -191,7 +191,7 @@ def _look_up(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
     with _told_to_others():
-        tag = f"what is known of graph{number}"
+        tag = f"the stored record of graph{number}"
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
     return entry
@@ -254,7 +254,7 @@ class Compilation:
                 self.entry = self._await_leader(self.entry)
         if self.entry is not None:
             _refuse_as_known(self.entry)
-        showing = job.options.progress and job.ranks.rank == 0
+        showing = job.options.progress and job.ranks.whole.rank == 0
         led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
         compiled = None
         with (
@@ -273,7 +273,11 @@ class Compilation:
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
             except PlanMisfit as misfit:
-                log.info("%s: its plan does not fit, it is made anew: %s", name, misfit)
+                log.info(
+                    "%s: the stored plan does not fit, so it is planned again: %s",
+                    name,
+                    misfit,
+                )
                 compiled = None
             status_line.begin(pipeline.WAIT)
             is_agreed = self.agree_on_launches(compiled=compiled is not None)
@@ -356,7 +360,7 @@ class Compilation:
             )
         ):
             raise PlanStands(request.name)
-        with said_by_rank_0(ranks.rank):
+        with said_by_rank_0(ranks.whole.rank):
             plan = choose_plan.searched if self.leader else choose_plan.planned
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
@@ -412,9 +416,10 @@ class Compilation:
         for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
             if self.declared[i].kind == "input":
                 raise PlanError(
-                    f"fxpar.global_value of {self.declared[i].name} with "
-                    "FXPAR_INPUTS=local, where each rank computes on its own part",
-                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                    f"fxpar.global_value of {self.declared[i].name} is a value of "
+                    "the whole batch, and with FXPAR_INPUTS=local each rank "
+                    "computes on its own part",
+                    fix="unset FXPAR_INPUTS: a DTensor says which part each rank has",
                 )
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
@@ -457,7 +462,7 @@ class Compilation:
                 compiled = self._lower(graph, which, generate)
                 # Of a known plan, a rank may have it from AOTAutograd's cache.
                 if not self.follows_plan and self.plan and self.plan.collectives:
-                    tag = f"the backward of graph{self.number} is compiled"
+                    tag = f"the backward of graph{self.number}, compiled"
                     agree_on_launches(tag, self.launches[forward:])
             return compiled
 
@@ -513,7 +518,7 @@ class Compilation:
 
         Raises RankMismatchError if they do not.
         """
-        tag = f"graph{self.number} is compiled"
+        tag = f"graph{self.number}, compiled"
         launches = self.launches if compiled else None
         self.is_agreed = agree_on_launches(tag, launches)
         return self.is_agreed
@@ -535,7 +540,7 @@ class Compilation:
             text += f"are two calls here, so stages run {AUTO_APART!r}"
             notes = (*notes, text)
         if self.sizes is not None:
-            notes = (*notes, f"holds for {self.sizes.text}")
+            notes = (*notes, f"valid for {self.sizes.text}")
         return replace(
             plan,
             regions=tuple(self.regions),
@@ -611,14 +616,15 @@ class Compilation:
         )
 
     def _report(self, plan: Plan) -> None:
-        rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
+        rank, name = self.ranks.whole.rank, self.request.name
+        warned = warnings_of_plans()
         count = self.ranks.mesh.size
         report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def say_seconds(self, which: str) -> None:
         """Show the seconds that each stage took to compile a forward or a backward."""
         options, ranks = self.job.options, self.ranks
-        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
+        show_seconds(self.request.name, which, stage_table(), options, ranks.whole.rank)
 
     def _checks(self) -> list[Callable[..., Any]]:
         """Return the checks of the arguments of the first call."""

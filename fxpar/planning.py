@@ -159,9 +159,12 @@ class TracedPlan(Plan):
         Raises as ``hardware`` does.
         """
         if pipeline_axis(self.mesh) is not None:
-            return "no table by layer: stages have unlike ones, which are listed above"
+            return (
+                "no table by layer: stages have different layers; the stages are "
+                "listed above"
+            )
         if not self.mesh.is_shared_equally:
-            return "no table by layer: ranks have unlike shares of each"
+            return "no table by layer: ranks have unequal shares of each layer"
         result, disable = self.result, self.result.request.options.disable
         settings = result.schedule.settings
         graph = as_run(result.local, disable=disable, settings=settings)

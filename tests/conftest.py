@@ -1,25 +1,28 @@
-"""What all tests share: plans are propagated unless a test asks for a search, and run
-as they are unless it asks for a schedule.
+"""What all tests share: options have their defaults unless a test says otherwise.
 
-A search leaves small programs whole, since splitting them does not pay; most tests are
-about what happens when they are split. Tests of the search say so themselves, and
-tests/e2e/test_search.py runs with the default as a user has it; so do the tests of
-schedules, and the code of the docs.
+A search leaves small programs whole, since splitting them does not pay. A test of what
+happens when they are split uses the fixture ``propagated``.
 
 ``--part 2/8`` runs one of eight parts of the tests, which together are all of them.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import interpreter
 
-os.environ.setdefault("FXPAR_PLAN", "propagate")
-os.environ.setdefault("FXPAR_SCHEDULE", "none")
+
+@pytest.fixture(scope="module")
+def propagated() -> Iterator[None]:
+    """Plans of a module's tests are propagated and run as they are, on ranks too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXPAR_PLAN", "propagate")
+        patch.setenv("FXPAR_SCHEDULE", "none")
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpar
 from fxpar import compilation
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 
 class Stack(nn.Module):
     def __init__(self, again: bool) -> None:

@@ -15,6 +15,8 @@ import torch
 from fxpar.__main__ import TOO_LARGE, main, parser
 from fxpar.sharding.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 ROOT = Path(__file__).parent.parent
 
 FACTORIES = """
@@ -158,7 +160,7 @@ def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "why"),
-    [("pp=2", "stages"), ("dp=2{1.0,0.5}", "unlike shares"), ("", "has no program")],
+    [("pp=2", "stages"), ("dp=2{1.0,0.5}", "unequal shares"), ("", "has no program")],
 )
 def test_why_there_is_no_table_by_layer(
     mesh: str, why: str, folder: Path, capsys

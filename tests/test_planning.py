@@ -15,6 +15,8 @@ from fxpar.errors import OptionError
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.sharding.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 
 def two(x, w, *, scale=1.0, extra=None):
     y = x @ w * scale

@@ -4,6 +4,7 @@ its source held against a list of that release's ops, whichever torch runs here.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from fxpar import _torch
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 LIST = HERE / "data" / "torch_2_11_ops.txt"
-FILES = sorted([*(ROOT / "fxpar").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
+FILES = sorted(
+    path
+    for path in (*(ROOT / "fxpar").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"))
+    if re.search(r"torch\.ops|torch import .*\bops", path.read_text())
+)
 
 OURS = {"fxpar"}  # namespaces whose ops the package defines
 # What is read of an op that is no overload of it.

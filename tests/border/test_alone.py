@@ -54,7 +54,11 @@ def between_steps(before_first: bool, seconds: float, inputs: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("before_first", "seconds", "inputs"),
-    [(True, 0.0, "global"), (False, 0.0, "local"), (False, 6.0, "global")],
+    [
+        (True, 0.0, "global"),
+        (False, 0.0, "local"),
+        pytest.param(False, 6.0, "global", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_alone_disturbs_nothing(
     before_first: bool, seconds: float, inputs: str

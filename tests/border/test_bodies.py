@@ -15,7 +15,7 @@ from fxpar.errors import FxparWarning
 from tests.helpers import bodies
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 
 def decoded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import fxpar
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import part
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 2
 

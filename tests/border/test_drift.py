@@ -15,7 +15,7 @@ from fxpar.errors import InputMismatchError, RankMismatchError
 from fxpar.runtime.ranks import check_inputs
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 
 class Apart(Exception):

@@ -13,6 +13,8 @@ from torch import nn
 from fxpar.runtime.calls.compile_variants import for_any_strides
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 
 def layouts(rows: int) -> list[torch.Tensor]:
     """Tensors of one shape."""
@@ -45,7 +47,9 @@ def differs(inputs: str) -> list[float]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize(
+    "inputs", [pytest.param("global", marks=pytest.mark.slow), "local"]
+)
 def test_a_program_takes_inputs_that_lie_in_any_way(inputs: str) -> None:
     for apart in shared_pool(2).run(differs, inputs):
         assert max(apart) < 1e-12

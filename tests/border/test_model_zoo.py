@@ -15,7 +15,7 @@ from fxpar.errors import FxparWarning
 from tests.helpers.model_zoo import ZOO, make
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
 TIMEOUT = 300.0

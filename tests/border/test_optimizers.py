@@ -19,6 +19,8 @@ import fxpar
 from fxpar.errors import FxparError
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 STEPS = 4
 
 
@@ -120,7 +122,7 @@ CASES = [
     ("muon", "step"),
     pytest.param("muon", "plain step", marks=pytest.mark.slow),
     ("adafactor", "loop"),
-    ("rprop", "loop"),
+    pytest.param("rprop", "loop", marks=pytest.mark.slow),
     pytest.param("rprop", "step", marks=pytest.mark.slow),
     pytest.param("adafactor", "step", marks=pytest.mark.slow),
     pytest.param("adafactor", "plain step", marks=pytest.mark.slow),

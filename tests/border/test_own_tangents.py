@@ -14,7 +14,7 @@ from fxpar.errors import GradientError
 from fxpar.runtime.ranks import drift
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 
 class Apart(Exception):
@@ -74,7 +74,14 @@ def train(loss: Loss, inputs: str) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "step"),
-    [(own_labels, 1), (own_noise, 1), (own_part, 1), (own_scale, 1), (later, 5)],
+    [
+        (own_labels, 1),
+        *(
+            pytest.param(loss, 1, marks=pytest.mark.slow)
+            for loss in (own_noise, own_part, own_scale)
+        ),
+        (later, 5),
+    ],
 )
 def test_all_ranks_are_told_at_the_next_call(loss: Loss, step: int) -> None:
     errors = shared_pool(2).errors(train, loss, "global", timeout=60.0)
@@ -88,9 +95,9 @@ def test_all_ranks_are_told_at_the_next_call(loss: Loss, step: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "inputs"),
     [
-        (alike, "global"),
+        pytest.param(alike, "global", marks=pytest.mark.slow),
         (rounded, "global"),
-        (own_labels, "local"),
+        pytest.param(own_labels, "local", marks=pytest.mark.slow),
         (own_part, "local"),
     ],
 )

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 torch.manual_seed(0)
 X = torch.randn(8, 4)
 SQUARE = torch.randn(4, 4, dtype=torch.float64)

@@ -11,6 +11,8 @@ import torch
 import fxpar
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 Results = tuple[torch.Tensor, ...]
 
 
@@ -80,7 +82,7 @@ def compare(dynamic: bool, codegen: str) -> list[int]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_device(dynamic: bool) -> None:
     """What covers the others is gathered, and they are views of it."""
     for counts in shared_pool(2).run(compare, dynamic, "eager"):

@@ -13,7 +13,7 @@ import fxpar
 from fxpar.errors import FxparError
 from tests.helpers.spawn import shared_pool
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 ENV = {"FXPAR_MESH": "dp=2"}
 
 

@@ -189,6 +189,7 @@ def dropped_in_a_body(backend: str) -> bool:
     return torch.equal(y != 0, x.grad != 0)
 
 
+@pytest.mark.slow
 def test_one_rank_drops_in_a_backward_what_its_forward_dropped() -> None:
     assert dropped_in_a_body("fxpar")
 

@@ -127,7 +127,7 @@ def check(ranks: list[tuple[Trained, list[str]]], inputs: str, every: int = 1) -
     [
         ("in place", "local"),
         ("below", "global"),
-        ("around", "local"),
+        pytest.param("around", "local", marks=pytest.mark.slow),
         pytest.param("in place", "global", marks=pytest.mark.slow),
         pytest.param("below", "local", marks=pytest.mark.slow),
         pytest.param("around", "global", marks=pytest.mark.slow),
@@ -140,8 +140,8 @@ def test_gradients_are_those_of_one_device(way: str, inputs: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"find_unused_parameters": True},
-        {"static_graph": True},
+        pytest.param({"find_unused_parameters": True}, marks=pytest.mark.slow),
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
         {"gradient_as_bucket_view": True, "broadcast_buffers": False},
     ],
     ids=lambda how: next(iter(how)),
@@ -165,6 +165,7 @@ def skips() -> tuple[Trained, list[str]]:
     return wrapped("local", skipped=True)
 
 
+@pytest.mark.slow
 def test_the_wrapper_reduces_what_is_not_compiled() -> None:
     check(shared_pool(2).run(skips), "local")
 

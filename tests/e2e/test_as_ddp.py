@@ -19,48 +19,26 @@ CELLS = [
     for mesh in ("dp=2", "dp=2,tp=2", "dp=2,cp=2", "dp=2,ep=2")
     for codegen in ("eager", "inductor")
     for sharded in (False, True)
-    for plan in ("propagate", "search")
+    for plan in ("search", "propagate")
 ]
-# What is quick: on one cell a loop of each mechanism, on the others uneven rows,
-# buffers, breaks, branches.
+# What is quick: with the default settings, but op by op, a loop of each mechanism that
+# is not one of tests/border; on the other cells uneven rows, buffers, breaks.
 QUICK = {
     PLAIN: [
-        "mean_loss",
-        "losses_in_a_dict",
-        "cross_correlation",
         "contrastive",
-        "halves_by_chunk",
         "pairs_by_steps",
-        "uneven_rows",
         "rows_behind_a_break",
-        "counts_across_a_break",
         "lengths_that_change",
-        "bags_with_offsets",
-        "only_the_loss_compiled_in_ddp",
-        "parameters_as_arguments",
         "blocks_compiled_one_by_one",
-        "gradients_without_backward",
-        "hooks_on_parameters",
-        "two_forwards_one_backward",
         "parameter_in_two_graphs",
         "checkpoint_around_a_graph",
-        "validation_between_steps",
         "other_parameters_on_each_rank",
-        "a_branch_by_data",
         "one_rank_breaks_its_graph",
-        "batch_norm",
-        "queue_of_features",
         "accumulated_without_sync",
-        "gradients_per_row",
-        "llama",
     ],
     Cell("dp=2", "inductor"): ["uneven_rows"],
-    Cell("dp=2", sharded=True): ["uneven_rows", "batch_norm", "rows_behind_a_break"],
-    Cell("dp=2,tp=2"): ["halves_by_chunk", "other_parameters_on_each_rank"],
-    Cell("dp=2,tp=2", plan="search"): ["attention"],
-    Cell("dp=2,tp=2", sharded=True): ["uneven_rows"],
-    Cell("dp=2,cp=2"): ["lengths_that_change"],
-    Cell("dp=2,ep=2"): ["uneven_rows", "running_mean_assigned"],
+    Cell("dp=2", plan="propagate", sharded=True): ["batch_norm"],
+    Cell("dp=2,tp=2", plan="propagate"): ["halves_by_chunk"],
 }
 
 
@@ -90,7 +68,7 @@ RANDOM = [
     for kind in ("rows", "ops")
     for seed in range(40 if cell == PLAIN else 4)
 ]
-QUICK_SEEDS = [f"{kind}/{seed}" for kind in ("rows", "ops") for seed in range(4)]
+QUICK_SEEDS = ["ops/0"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +79,7 @@ def test_a_random_loop(name: str, cell: Cell) -> None:
 
 
 # The comparison itself: what is equal, and what is not, without fxpar.
-QUICK[Cell(side=INDUCED)] = QUICK[Cell(side=UNREDUCED)] = QUICK[PLAIN][::5]
+QUICK[Cell(side=INDUCED)], QUICK[Cell(side=UNREDUCED)] = [], ["pairs_by_steps"]
 
 
 def cases(cell: Cell, reason: str) -> list[Any]:
@@ -115,6 +93,7 @@ def test_a_compiled_model_in_ddp_is_equal(name: str, cell: Cell) -> None:
     check("loops", name, cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK_SEEDS)
 def test_a_compiled_random_loop_in_ddp_is_equal(name: str) -> None:
     check("random_loops", name, Cell(side=INDUCED))

@@ -13,7 +13,11 @@ from torch.utils import _pytree
 from tests.helpers.all_ops import EMPTY, OpCall, name_of, samples_of
 from tests.helpers.spawn import shared_pool
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("propagated"),
+]
 
 PARTS = 64
 Outcome = tuple[str, str]  # the name of an OpInfo, and what is wrong with it

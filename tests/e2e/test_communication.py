@@ -30,7 +30,7 @@ from fxpar.sharding.plan import Plan
 from tests.helpers.models import LAYERS, LENGTH, WIDTH, WORDS, build_loss
 from tests.helpers.spawn import ranks_of
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 BATCH, FLOAT = 8, 4
 

@@ -10,6 +10,8 @@ import torch
 import fxpar
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 DTYPES = [
     torch.bool,
     torch.int16,

@@ -19,7 +19,7 @@ from tests.helpers.mixture import mixture
 from tests.helpers.spawn import ranks_of
 
 pytest.importorskip("transformers.integrations.moe")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 TOKENS, WIDTH, EXPERTS = 16, 8, 4
 # The expert that each token chooses; those of a rank are 0 and 1, or 2 and 3.

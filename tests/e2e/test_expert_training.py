@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
     pytest.mark.skipif(not TRACED, reason="no backend traces its backward"),
+    pytest.mark.usefixtures("propagated"),
 ]
 
 STEPS = 3

@@ -21,7 +21,7 @@ from tests.helpers.spawn import ranks_of
 from tests.helpers.training import whole
 
 pytest.importorskip("transformers.integrations.moe")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 # Rows of each place, one step after the other; places are counted around.
 ROWS = [(8,), (5, 7, 6, 9), (8,), (3, 12, 4, 2)]
@@ -78,7 +78,9 @@ def check(
     return results[0][2]
 
 
-@pytest.mark.parametrize("mesh", ["ep=2", "dp=1,ep=2"])
+@pytest.mark.parametrize(
+    "mesh", ["ep=2", pytest.param("dp=1,ep=2", marks=pytest.mark.slow)]
+)
 def test_rows_go_to_experts(mesh: str) -> None:
     plans = check(mesh)
     assert all(plan.sent_rows[0] for plan in plans)
@@ -106,12 +108,14 @@ def test_slots_are_sent() -> None:
     assert not any(map(gathered_over_experts, plans))
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_where_that_is_asked_for() -> None:
     plans = check("ep=2", expert_exchange="gather")
     assert all(map(gathered_over_experts, plans))
     assert not any(plan.sent_rows for plan in plans)
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_where_a_rank_has_no_rows() -> None:
     """All ranks do alike; at the next step rows are sent."""
     plans = check("ep=2", rows=[(4, 0), (4, 4)])

@@ -21,6 +21,8 @@ from fxpar.errors import FxparWarning, PlanError
 from fxpar.sharding.plan import Plan
 from tests.helpers.spawn import ranks_of, shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 WIDTH = 16
 MESHES = [
     "dp=2,tp=2",

@@ -19,7 +19,11 @@ from tests.helpers import device
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("propagated"),
+]
 
 # Kernels of a GPU take blocks of 128 rows; a CPU has no kernel for gradients.
 GPU = device.NAME == "cuda"

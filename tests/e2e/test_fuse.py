@@ -14,7 +14,11 @@ from fxpar.runtime.steps import lowering_steps
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.spawn import shared_pool
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("propagated"),
+]
 
 STEPS = 4
 

@@ -12,6 +12,8 @@ from torch import nn
 import fxpar
 from tests.helpers.spawn import shared_pool
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 
 class Convolutions(nn.Module):
     """The first is split over channels, what it gives is saved for the backward."""

@@ -22,6 +22,8 @@ from tests.helpers.models import DRAWS_RANDOM, NAMES, build_loss
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import hazards, launches
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:

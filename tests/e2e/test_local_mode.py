@@ -58,6 +58,7 @@ def one_backward_fewer() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_out_a_backward() -> None:
     env = {"FXPAR_TIMEOUT": "4", "FXPAR_LATE_TIMEOUT": "8"}
     errors = shared_pool(2).errors(one_backward_fewer, env=env, timeout=90.0)
@@ -76,7 +77,9 @@ def masks(mesh: str, codegen: str) -> list[torch.Tensor]:
     return [run(torch.ones(16, 16)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_places_draw_numbers_of_their_own(codegen: str) -> None:
     """From one seed; ranks of one place draw the same."""
     pool = ranks_of("dp=2,tp=2")
@@ -104,6 +107,7 @@ def fails_in_one_place() -> None:
     run(torch.ones(2 + place_of("dp=2")[0], 4).double()).backward()
 
 
+@pytest.mark.slow
 def test_a_place_that_fails_tells_the_other() -> None:
     env = {"FXPAR_TIMEOUT": "4", "FXPAR_LATE_TIMEOUT": "8"}
     first, second = shared_pool(2).errors(fails_in_one_place, env=env, timeout=90.0)
@@ -143,8 +147,20 @@ def laid_out(how: str, plan: str) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [p.detach() for p in whole]
 
 
-@pytest.mark.parametrize("plan", ["propagate", "search"])
-@pytest.mark.parametrize("how", ["hints", "sample"])
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [
+        ("hints", "search"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("hints", "propagate"),
+                ("sample", "propagate"),
+                ("sample", "search"),
+            )
+        ),
+    ],
+)
 def test_layouts_that_name_the_batch_axis(how: str, plan: str) -> None:
     for inputs in ("global", "local"):
         env = {"FXPAR_INPUTS": inputs, "FXPAR_PLAN": plan}

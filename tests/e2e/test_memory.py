@@ -18,7 +18,7 @@ from tests.helpers.scripts import run_script
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import loop
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 RANKS = 4
 MORE = 1.1  # of what an even split would be

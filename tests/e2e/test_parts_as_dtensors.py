@@ -17,7 +17,7 @@ from fxpar import FxparError
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import whole
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
 
@@ -87,7 +87,7 @@ def trained(
 @pytest.mark.parametrize(
     ("mesh", "rows", "sharded", "codegen"),
     [
-        ("dp=2", 8, False, "eager"),
+        pytest.param("dp=2", 8, False, "eager", marks=pytest.mark.slow),
         ("dp=2", 7, True, "eager"),
         pytest.param("dp=2", 8, True, "inductor", marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2", 7, False, "eager", marks=pytest.mark.slow),

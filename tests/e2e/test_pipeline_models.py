@@ -26,7 +26,7 @@ from tests.helpers.models import Batch
 from tests.helpers.pairs import Row, covering
 from tests.helpers.spawn import ranks_of
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2")

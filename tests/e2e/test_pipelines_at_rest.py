@@ -20,7 +20,7 @@ from tests.helpers.spawn import ranks_of
 from tests.helpers.training import compare, loop, one_device, train, whole
 from tests.helpers.whole_steps import whole_steps
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 WORDS, WIDTH, STEPS = 24, 16, 3
 
@@ -101,15 +101,10 @@ def read_back(mesh: str, folder: str) -> dict[str, torch.Tensor]:
     return {name: whole(x) for name, x in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts"),
-    [
-        ("pp=2", 2),
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("pp=2", 1), ("pp=4", 2), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4))
-        ],
-    ],
+    [("pp=2", 1), ("pp=2", 2), ("pp=4", 2), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4)],
 )
 def test_stages_train_what_rests_in_parts(
     mesh: str, parts: int, tmp_path: Path
@@ -252,4 +247,7 @@ def test_hints_along_stages_are_refused() -> None:
 
 def test_pins_are_for_the_program() -> None:
     for text in ranks_of("pp=2").run(hinted, "pp=2", "pp=1"):
-        assert "'*.weight' pins to a stage" in text and "FXPAR_HINTS" in text
+        assert (
+            "'*.weight' pins parameters to a pipeline stage" in text
+            and "FXPAR_HINTS" in text
+        )

@@ -19,6 +19,8 @@ from tests.helpers.models import NAMES, build_double
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import compare, one_device, train
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 TP: dict[str, dict[str, Any]] = {
     "llama": {
         **{f"*.{n}_proj.weight": ("tp", None) for n in ("q", "k", "v", "gate", "up")},
@@ -59,14 +61,9 @@ def along_tp(plan: Any, kind: str) -> list[int]:
     return [c.bytes for c in plan.collectives if (c.kind, c.axes) == (kind, ("tp",))]
 
 
-FIRST = [("llama", "tp=4")]
-REST = [(n, m) for n in TP for m in ("tp=4", "dp=2,tp=2") if (n, m) not in FIRST]
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [*FIRST, *(pytest.param(n, m, marks=pytest.mark.slow) for n, m in REST)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", TP)
 def test_activations_between_blocks_are_sliced(name: str, mesh: str, slow: str) -> None:
     model, batch = build_double(name)
 

@@ -13,7 +13,11 @@ from tests.helpers.device import put
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import compare, one_device, train
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("propagated"),
+]
 
 STEPS = 3
 

@@ -29,7 +29,7 @@ from tests.helpers.training import (
     whole,
 )
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
 
@@ -295,7 +295,7 @@ def twins(mesh: str | None) -> Any:
     return gradients(model)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_every_gradient_owns_its_memory(mesh: str) -> None:
     near(alike(twins, mesh), twins(None))
 
@@ -344,14 +344,15 @@ def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
                 assert value.placements == p.placements, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "mesh"),
     [
-        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}", marks=marks)
-        for names, mesh, marks in (
-            (["sgd", "adam", "adamw"], "dp=2", ()),
-            (["sgd", "adam", "adamw"], "dp=2,tp=2", pytest.mark.slow),
-            (["adafactor"], "dp=2,tp=2", pytest.mark.slow),
+        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}")
+        for names, mesh in (
+            (["sgd", "adam", "adamw"], "dp=2"),
+            (["sgd", "adam", "adamw"], "dp=2,tp=2"),
+            (["adafactor"], "dp=2,tp=2"),
         )
     ],
 )
@@ -431,8 +432,6 @@ CHANGES: dict[str, Change] = {
     "adapters": adapt,
 }
 
-QUICK_CHANGES = ("shared",)
-
 
 def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
     out = {}
@@ -448,12 +447,13 @@ def trained(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "mesh"),
     [
-        *((name, "dp=2") for name in QUICK_CHANGES),
-        pytest.param("weight_norm", "dp=2", marks=pytest.mark.slow),
-        *(pytest.param(name, "dp=2,tp=2", marks=pytest.mark.slow) for name in CHANGES),
+        ("shared", "dp=2"),
+        ("weight_norm", "dp=2"),
+        *((name, "dp=2,tp=2") for name in CHANGES),
     ],
 )
 def test_unusual_parameters(change: str, mesh: str) -> None:
@@ -532,6 +532,7 @@ def sizes_of(plan: Plan) -> list[tuple[str, int]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduce", "size"), [(None, 2), ("float32", 4)])
 def test_parameters_are_cast_before_the_gather(reduce: str | None, size: int) -> None:
     loss, grads, sizes = alike(mixed, "dp=2", "bfloat16", reduce)
@@ -641,6 +642,7 @@ def regional(mesh: str | None) -> list[Any]:
     return steps(model, model, optimizer, 2)
 
 
+@pytest.mark.slow
 @ON_ONE_AXIS
 def test_layers_compiled_one_by_one(mesh: str) -> None:
     near(alike(regional, mesh), regional(None), rtol=1e-4)
@@ -680,6 +682,7 @@ def kept(mesh: str) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_gathered_parameters_may_be_kept() -> None:
     (first, often), (second, once) = alike(kept, "dp=2")
     model = deep()
@@ -701,6 +704,7 @@ def copied(mesh: str) -> list[Any]:
     return [gradients(model), gradients(other)]
 
 
+@pytest.mark.slow
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = mlp()
     model(rows()).backward()

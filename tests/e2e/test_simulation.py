@@ -22,11 +22,12 @@ from tests.helpers.models import (
     double,
 )
 
+pytestmark = pytest.mark.usefixtures("propagated")
+
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "dp=2,fsdp=2,tp=2")
 # Attention, dropout, convolutions; a mesh of three axes.
 QUICK = {
     ("llama", "dp=2,fsdp=2,tp=2"),
-    ("bert", "dp=2,tp=2"),
     ("resnet", "dp=2,tp=2"),
 }
 TOLERANCE = 1e-9

@@ -31,7 +31,7 @@ from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
 from tests.helpers.training import MESHES, loop, part
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 5
 CLIP = 0.3
@@ -422,6 +422,7 @@ def regions(parallel: bool) -> list[torch.Tensor]:
         return [x.detach() for x in (*losses, *model.parameters())]
 
 
+@pytest.mark.slow
 def test_checkpointed_regions_of_parameters_at_rest() -> None:
     for got in shared_pool(2).run(regions, True):
         torch.testing.assert_close(got, regions(False), rtol=1e-9, atol=1e-11)

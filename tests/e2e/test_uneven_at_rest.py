@@ -19,7 +19,7 @@ import fxpar
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop, whole
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 WORDS, WIDTH, ROWS = 101, 37, 6
 STEPS = 10
@@ -118,9 +118,8 @@ def test_parts_that_are_not_alike() -> None:
     assert first["norm.weight"] == last["norm.weight"] == (37,)  # a vector lies whole
 
 
-@pytest.mark.parametrize(
-    "how", ["compiled", pytest.param("step", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled", "step"])
 def test_words_split_as_they_are_used(how: str) -> None:
     for words, rows in zip(check("tp=2", HINTS, how), (51, 50), strict=True):
         assert words["table.weight"] == words["words.weight"] == (rows, 37)
@@ -221,6 +220,7 @@ def loaded(mesh: str | None, hints: Any, path: str) -> None:
         is_as_saved()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_for_another_mesh_and_one_device(tmp_path: Path) -> None:
     path = str(tmp_path)
     ranks_of("tp=2").run(saved, "tp=2", CUT, path)

@@ -13,7 +13,7 @@ from tests.helpers.device import put
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 ROWS, WORDS = 7, 101
 
@@ -73,7 +73,7 @@ def check(
         torch.testing.assert_close(gradients, one[1], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("axis", [pytest.param("dp", marks=pytest.mark.slow), "tp"])
 def test_two_ranks(axis: str) -> None:
     hints = HINTS if axis == "tp" else None
     more = {"hints": hints} if hints else {}

@@ -50,7 +50,7 @@ class Cell:
 
     mesh: str = "dp=2"
     codegen: str = "eager"
-    plan: str = "propagate"
+    plan: str = "search"
     sharded: bool = False
     # What is compared with DDP.
     side: str = FXPAR

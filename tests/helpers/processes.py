@@ -99,13 +99,15 @@ def host_store() -> tuple[Any, int]:
     return store, store.port
 
 
+def of_the_test() -> dict[str, str]:
+    """Variables that the fixture ``propagated`` sets, else empty, as if unset."""
+    return {k: os.environ.get(k, "") for k in ("FXPAR_PLAN", "FXPAR_SCHEDULE")}
+
+
 def environment(*more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank: those of this process, and more."""
-    # Of fxpar's own variables the defaults that tests/conftest.py sets.
-    ours = ("FXPAR_PLAN", "FXPAR_SCHEDULE")
-    out = {
-        k: v for k, v in os.environ.items() if not k.startswith("FXPAR_") or k in ours
-    }
+    """Variables of a rank: those of this process, and more; of fxpar's the test's."""
+    out = {k: v for k, v in os.environ.items() if not k.startswith("FXPAR_")}
+    out |= of_the_test()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
     for given in more:

@@ -37,6 +37,7 @@ from tests.helpers.processes import (
     environment,
     host_store,
     log,
+    of_the_test,
     start,
     variables,
 )
@@ -132,7 +133,7 @@ class Pool:
             "args": args,
             "world": count,
             "life": self._life if self.group else None,
-            "env": dict(env or {}),
+            "env": of_the_test() | dict(env or {}),
         }
         members = self._ranks[:count]
         for rank in members:

@@ -22,7 +22,6 @@ from tests.helpers.machines import machine
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import place_of, whole
 
-DEFAULTS = {"FXPAR_PLAN": "search", "FXPAR_SCHEDULE": "auto"}
 MODES = ("compile", "shard", "step")
 TOLERANCE = 1e-9  # of float64, relative to the largest value
 SCRIPTS = {**trial_scripts.SCRIPTS, **trial_layers.SCRIPTS}
@@ -140,7 +139,7 @@ def check(script: str, setting: Setting, *, splits: str = "") -> None:
         machine().save(splits)
         setting = replace(setting, hardware=splits)
     pool, want = ranks_of(setting.mesh), on_one_device(script)
-    for rank, got in enumerate(pool.run(run, script, setting, env=DEFAULTS)):
+    for rank, got in enumerate(pool.run(run, script, setting)):
         # What a rank computes of its own part of a batch is its own.
         only = "state" if setting.inputs == "local" else ""
         lines = differences(got, want, only=only)

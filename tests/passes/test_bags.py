@@ -184,7 +184,7 @@ def trained(mesh: str, codegen: str) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "tp=2"])
 def test_on_ranks(mesh: str) -> None:
     one = ranks_of("dp=1").run(trained, "dp=1", "eager")[0]
     for found in ranks_of(mesh).run(trained, mesh, "inductor", timeout=300.0):

@@ -17,7 +17,9 @@ pytest.importorskip("transformers.integrations.moe")
 ROWS = 6
 
 
-@pytest.mark.parametrize("mode", ["propagate", "search"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("propagate", marks=pytest.mark.slow), "search"]
+)
 @pytest.mark.parametrize(
     "text", ["ep=2", "dp=1,ep=2", "dp=2,ep=2", "ep=2,dp=3", "dp=2,ep=2,tp=2", "ep=4"]
 )

@@ -70,7 +70,7 @@ SPLIT = [
     pytest.param(16, 2, True, marks=slow),
     pytest.param(None, 4, True, marks=slow),
     # Two blocks are no more ranks' than two.
-    (8, 4, False),
+    pytest.param(8, 4, False, marks=slow),
 ]
 
 

@@ -84,7 +84,7 @@ SPLIT = [
     (4, 4, True),
     pytest.param(16, 2, True, marks=slow),
     pytest.param(KEYS, 4, True, marks=slow),
-    (None, 4, True),
+    pytest.param(None, 4, True, marks=slow),
     # Two blocks are no more ranks' than two, and one that is cut short is nobody's.
     pytest.param(32, 4, False, marks=slow),
     (24, 2, False),

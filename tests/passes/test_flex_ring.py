@@ -100,8 +100,8 @@ def matches(plan: TracedPlan, args: list[Tensor]) -> None:
     "block, ranks, grad",
     [
         (4, 4, True),
-        (16, 2, True),
-        (None, 4, True),
+        pytest.param(16, 2, True, marks=slow),
+        pytest.param(None, 4, True, marks=slow),
         pytest.param(4, 4, False, marks=slow),
         pytest.param(ROWS, 4, True, marks=slow),
         pytest.param(8, 8, True, marks=slow),
@@ -180,6 +180,7 @@ def test_a_captured_gradient_of_one_part_is_noticed(
         matches(plan, args)
 
 
+@pytest.mark.slow
 def test_captured_integers_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch)
 

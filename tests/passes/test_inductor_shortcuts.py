@@ -1,10 +1,8 @@
-"""Shortcuts of Inductor's codegen: the same code as without, and torch asked less."""
+"""Shortcuts of Inductor's codegen: the same code as without."""
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.repro import after_aot
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -79,19 +76,6 @@ def test_texts_for_traces_are_made_if_one_is_taken(
         for_trace = gm.print_readable(print_output=False, expanded_def=True)
         for_log = gm.print_readable(print_output=False, include_stride=True)
     assert bool(for_trace) == is_traced and "def forward" in for_log
-    asked, left = mock.Mock(return_value=""), mock.Mock()
-    with (
-        mock.patch.object(torch.fx.graph_module, "_print_readable", asked),
-        mock.patch.object(after_aot, "save_graph_repro", left),
-    ):
-        code(shortcuts=True)
-        # Torch makes them, and makes them so.
-        assert asked.called == left.called == is_traced
-        with (
-            torch._dynamo.config.patch(repro_after="aot"),
-            inductor_shortcuts.unread_texts(),
-        ):
-            assert after_aot.save_graph_repro is left
 
 
 def test_values_by_python_are_known_apart() -> None:
@@ -100,33 +84,19 @@ def test_values_by_python_are_known_apart() -> None:
         x = torch.empty(4, 6)
     args = mode, torch.ops.aten.mul.Tensor, (x, x), {}
     known_values.result(*args)
-    asked = known_values._asked
-    with mock.patch.object(known_values, "_asked", side_effect=asked) as again:
+    with enable_python_dispatcher(), mock.patch.dict(known_values._KNOWN):
         known_values.result(*args)
-        assert not again.called
-        with enable_python_dispatcher(), mock.patch.dict(known_values._KNOWN):
-            known_values.result(mode, torch.ops.aten.mul.Tensor, (x, x), {})
-            keys = [key for key in known_values._KNOWN if key[0] is args[1]]
-            assert {key[6] for key in keys} == {False, True}
+        keys = [key for key in known_values._KNOWN if key[0] is args[1]]
+        assert {key[6] for key in keys} == {False, True}
 
 
-IMPORTS = """
-import jinja2
-import fxpar._torch.inductor as inductor
-compiled, make = [], jinja2.Environment.compile
-jinja2.Environment.compile = lambda *a, **k: compiled.append(0) or make(*a, **k)
-inductor.load()
-assert not compiled, "templates were made"
-from torch._inductor.kernel.mm import mm_template
-from torch._inductor.codegen.common import KernelTemplate
-late = mm_template.template
-plain = KernelTemplate._template_from_string(late._source)
-assert type(plain) is jinja2.Template
-code = late.root_render_func.__code__
-assert late and code.co_code == plain.root_render_func.__code__.co_code
-assert len(compiled) == 2
-"""
+def test_templates_that_are_made_late_are_those_of_torch() -> None:
+    from torch._inductor.codegen.common import KernelTemplate
 
-
-def test_templates_are_made_when_they_are_read() -> None:
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    text = "{{ def_kernel('a') }}{% for i in range(n) %} {{ i }}{% endfor %}"
+    plain = KernelTemplate._template_from_string(text)
+    with inductor_shortcuts.late_templates():
+        late = KernelTemplate._template_from_string(text)
+    assert late
+    how = {"def_kernel": str.upper, "n": 3}
+    assert late.render(**how) == plain.render(**how) == "A 0 1 2"

@@ -72,14 +72,3 @@ def test_known_visits_leave_the_state_that_visits_leave(name: str) -> None:
         with mock.patch.object(Propagation, "_visit", Propagation._apply):
             planned(LAYERS[name], 3)
     assert known == states
-
-
-def test_more_layers_are_not_visited_again() -> None:
-    def applied(count: int) -> int:
-        original = Propagation._apply
-        with mock.patch.object(Propagation, "_apply", autospec=True) as visits:
-            visits.side_effect = original
-            planned(twice, count)
-        return visits.call_count
-
-    assert applied(8) - applied(6) < 20

@@ -111,7 +111,15 @@ def error_of(plan: Any, x: torch.Tensor) -> float:
     return max((got - want).abs().max().item(), *errors)
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("dp=1", marks=pytest.mark.slow),
+        pytest.param("dp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", marks=pytest.mark.slow),
+        "dp=2,tp=2",
+    ],
+)
 @pytest.mark.parametrize(("make", "feed"), MODELS)
 def test_numbers_are_those_of_one_device(
     make: Callable[[], nn.Module],
@@ -192,13 +200,10 @@ def test_rows_that_indices_read(
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "grad"),
-    [
-        (True, False),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
+    [(True, False), (True, True), (False, True)],
 )
 def test_masks_of_gemma_at_parts_of_one_row(
     positions: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
@@ -311,7 +316,7 @@ def test_rows_that_do_not_divide_take_fewer_parts(
 ) -> None:
     x = rows()[:6]
     plan = planned(monkeypatch, mlp(), x, mesh, 4)
-    assert any("6 rows on a rank are cut in 3 parts" in note for note in plan.notes)
+    assert any("6 rows on a rank do not divide" in note for note in plan.notes)
     assert error_of(plan, x) < 1e-12
 
 

@@ -500,6 +500,7 @@ def test_two_ranks(hints: Any) -> None:
     ranks_of("tp=2").run(run_moved, "eager", hints)
 
 
+@pytest.mark.slow
 def test_generated_kernels() -> None:
     ranks_of("tp=2").run(run_moved, "inductor", HINTS[0], timeout=300.0)
 

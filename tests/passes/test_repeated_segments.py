@@ -39,12 +39,14 @@ def test_a_model_whose_first_layer_is_another() -> None:
     check(model, **batch, copied=LAYERS - 2, ordered=False)
 
 
+@pytest.mark.slow
 def test_a_model_without_gradients() -> None:
     model, batch = models.build(f"llama/{LAYERS}")
     with torch.no_grad():
         check(model.eval(), **batch, copied=LAYERS - 1)
 
 
+@pytest.mark.slow
 def test_dropout_and_checkpoints() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -138,7 +140,9 @@ def test_layers_that_are_copied(name: str) -> None:
     check(stack(COPIED[name]), *feeds(), copied=LAYERS - 1)
 
 
-@pytest.mark.parametrize("name", ["sum", "transposed", "twice"])
+@pytest.mark.parametrize(
+    "name", ["sum", "transposed", pytest.param("twice", marks=pytest.mark.slow)]
+)
 def test_gradients_that_differ_by_layer(name: str) -> None:
     """That of the last layer has strides of its own; another backward is traced."""
     ends = {

@@ -365,6 +365,7 @@ def test_two_ranks() -> None:
     ranks_of("tp=2").run(run_mixed, "eager")
 
 
+@pytest.mark.slow
 def test_generated_kernels() -> None:
     """Inductor puts no kernel before the reduction that it reads."""
     ranks_of("tp=2").run(run_mixed, "inductor", timeout=300.0)

@@ -794,7 +794,7 @@ def _forget() -> Iterator[None]:
     [
         pytest.param("eager", True, id="eager-sharded"),
         pytest.param("eager", False, id="eager-replicated"),
-        pytest.param("inductor", True, id="inductor-sharded"),
+        pytest.param("inductor", True, id="inductor-sharded", marks=pytest.mark.slow),
         pytest.param(
             "inductor", False, id="inductor-replicated", marks=pytest.mark.slow
         ),

@@ -1044,7 +1044,9 @@ def test_llama_sends_what_its_plan_says(grad, monkeypatch):
     assert len(line.events) < light / 3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "resnet"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2", marks=pytest.mark.slow), "bert", "vit", "resnet"]
+)
 def test_models_send_what_their_plans_say(name, monkeypatch):
     monkeypatch.setenv("FXPAR_HARDWARE", "a100")
     model, batch = build_loss(name)

@@ -81,7 +81,9 @@ def assigned(mesh: str | None) -> list[Any]:
     return trained(model, run)
 
 
-@pytest.mark.parametrize("change", [tied, assigned])
+@pytest.mark.parametrize(
+    "change", [pytest.param(tied, marks=pytest.mark.slow), assigned]
+)
 def test_a_parameter_that_lies_otherwise(change: Callable[..., list[Any]]) -> None:
     """It is read as it lies, not as that which it takes the place of did."""
     want = change(None)
@@ -136,6 +138,7 @@ def of_another_model() -> None:
     F.cross_entropy(compiled(model, "dp=2")(ids), ids).backward()
 
 
+@pytest.mark.slow
 def test_steps_of_another_model_are_not_compared() -> None:
     shared_pool(2).run(of_another_model)
 
@@ -184,6 +187,7 @@ def extremes(mesh: str | None) -> list[float]:
     return out + [whole(x).item() for x in extreme]
 
 
+@pytest.mark.slow
 def test_extremes_keep_nan() -> None:
     want = extremes(None)
     for got in shared_pool(2).run(extremes, "dp=2"):
@@ -207,6 +211,7 @@ def scaled_losses(mesh: str | None) -> list[Any]:
     return out
 
 
+@pytest.mark.slow
 def test_losses_that_weights_scale() -> None:
     want = scaled_losses(None)
     for got in shared_pool(2).run(scaled_losses, "dp=2"):
@@ -224,6 +229,7 @@ def rprop(mesh: str | None) -> list[Any]:
     return [whole(p) for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_rprop_of_a_parameter_without_dims() -> None:
     want = rprop(None)
     for got in shared_pool(2).run(rprop, "dp=2"):
@@ -248,6 +254,7 @@ def loaded(path: str, by: str) -> None:
         assert torch.equal(p.to_local(), want.to_local())
 
 
+@pytest.mark.slow
 def test_a_part_that_another_rank_saved(tmp_path: Any) -> None:
     """Rank 0 alone saves its parts, which rank 1 would take for its own."""
     pool = shared_pool(2)

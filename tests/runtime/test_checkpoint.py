@@ -142,7 +142,7 @@ MESHES = [
     ("dp=2,tp=2", "dp=4"),
     ("dp=2,tp=2", None),
 ]
-QUICK = [("gpt2", MESHES[2]), ("resnet", MESHES[4])]
+QUICK = [("resnet", MESHES[4])]
 
 
 def cases() -> Iterator[Any]:
@@ -192,6 +192,7 @@ def export(name: str, mesh: str, path: str) -> tuple[dict, dict]:
     return everywhere, there
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_full_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
@@ -280,6 +281,7 @@ def placements(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_takes_whole_tensors(assign: bool) -> None:
     model, optimizer = make("gpt2", None)
@@ -311,7 +313,9 @@ class Two(nn.Sequential):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", ["dcp", "plain", "dtensor"])
+@pytest.mark.parametrize(
+    "how", ["dcp", "plain", pytest.param("dtensor", marks=pytest.mark.slow)]
+)
 def test_other_shapes_are_named(tmp_path: Path, how: str) -> None:
     dcp.save({"model": Two(16).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(RankError) as error:

@@ -101,35 +101,6 @@ def test_kernels_are_compiled_beside_what_comes_next(
     assert library(first["f0"]) != library(second["f0"])
 
 
-def test_who_waits_compiles_what_no_thread_has_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    by, compile_cpp = [], codecache._worker_compile_cpp
-    here, begun, may_go = threading.get_ident(), threading.Event(), threading.Event()
-
-    def compiled(*args: Any) -> None:
-        if threading.get_ident() == here:
-            may_go.set()
-        else:
-            begun.set()
-            assert may_go.wait(60.0)  # until the last was compiled by who waits
-        by.append(threading.get_ident() == here)
-        compile_cpp(*args)
-
-    monkeypatch.setattr(codecache, "_worker_compile_cpp", compiled)
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    monkeypatch.setattr(cpp_kernels, "LIBRARY", 1)
-    x, out = torch.tensor([4.0]), torch.zeros(1)
-    new = f"0 * {time.time_ns()}.0"  # what was compiled before is found on disk
-    with kernels_in_libraries():
-        module = loaded(*(source(f"{n} + 11 * in_ptr0[x0] + {new}") for n in (1, 2, 3)))
-        assert begun.wait(60.0)
-    for n, function in enumerate(module.values()):
-        function(x, out, 1)
-        assert out.item() == n + 45
-    assert by[0] and not all(by)
-
-
 def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
     with pytest.raises(CppCompileError, match="unheard_of"), kernels_in_libraries():
         loaded(source("unheard_of(in_ptr0[x0])"))
@@ -192,13 +163,6 @@ def test_one_thread_at_a_time_tries_instructions(
         asked.append(threads.submit(cpu_vec_isa.valid_vec_isa_list))
         assert [each.result() for each in asked] == [["best"], ["best"]]
     assert (Kind.tried, Kind.flags) == (1, "")
-
-
-def test_a_library_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = [cpp_kernels.CppKernel((), "x" * n) for n in (10, 90, 30, 200, 5)]
-    monkeypatch.setattr(cpp_kernels, "LIBRARY", 100)
-    sizes = [[len(each.source) for each in x] for x in cpp_kernels._batches(kernels)]
-    assert sizes == [[10, 90], [30, 200], [5]]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar._fast import switch
+from fxpar._fast.python_frames import in_one_block
 from fxpar._torch import aot, dynamo
 from tests.helpers.patched import needs_patches
 from tests.helpers.spawn import shared_pool
@@ -84,6 +85,20 @@ def test_what_fails_to_patch_is_not_undone() -> None:
             pass
 
 
+def test_a_function_in_one_block_is_the_function() -> None:
+    def fn(a: int, *more: int, b: int = 2) -> tuple[object, ...]:
+        """Of a function."""
+        if a < 0:
+            raise ValueError(a)
+        return a, more, b
+
+    roomy = in_one_block(fn)
+    assert roomy(1, 3, b=4) == (1, (3,), 4) and roomy(a=1) == (1, (), 2)
+    assert (roomy.__name__, roomy.__doc__) == ("fn", "Of a function.")
+    with pytest.raises(ValueError, match="-1"):
+        roomy(-1)
+
+
 class Layers(nn.Module):
     """Layers that repeat, with a branch of their own."""
 
@@ -97,7 +112,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def stepped(mesh: str, **options: str) -> dict[str, torch.Tensor]:
+def stepped(mesh: str) -> dict[str, torch.Tensor]:
     """Gradients of a model; on one device without a mesh."""
     switch.is_on.cache_clear()
     torch.compiler.reset()
@@ -106,7 +121,8 @@ def stepped(mesh: str, **options: str) -> dict[str, torch.Tensor]:
     call = model
     if mesh:
         model = fxpar.shard(model, mesh=mesh)
-        call = torch.compile(model, backend="fxpar", options={"mesh": mesh, **options})
+        options = {"mesh": mesh, "codegen": "eager"}
+        call = torch.compile(model, backend="fxpar", options=options)
     call(x).backward()
     switch.is_on.cache_clear()
     return {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -114,8 +130,9 @@ def stepped(mesh: str, **options: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.multiprocess
 def test_numbers_are_the_same_without() -> None:
+    want = stepped("")
     for got in shared_pool(2).run(stepped, "dp=2", env={"FXPAR_FAST": "0"}):
-        torch.testing.assert_close(got, stepped(""), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
 def test_one_rank_alone_goes_through_none(monkeypatch: pytest.MonkeyPatch) -> None:

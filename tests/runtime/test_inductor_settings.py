@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("how", "want"), CASES)
 def test_inductor_compiles_as_it_is_asked(
     caches: dict[str, str], how: Any, want: Any, ranks: int
@@ -70,7 +70,7 @@ def test_inductor_compiles_as_it_is_asked(
     assert set(first) == {want}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_compiles_as_it_is_asked(caches: dict[str, str], ranks: int) -> None:
     how, want = CASES[-1]
     env = caches | (MESH if ranks > 1 else {})

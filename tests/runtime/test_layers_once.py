@@ -159,7 +159,10 @@ def momentum(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("part", [plain, dropped, viewed])
+@pytest.mark.parametrize(
+    "part",
+    [plain, *(pytest.param(p, marks=pytest.mark.slow) for p in (dropped, viewed))],
+)
 def test_layers_of_a_step(part: Any) -> None:
     forward, step = check_step(part, torch.optim.AdamW)
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
@@ -172,9 +175,9 @@ def test_layers_of_a_step(part: Any) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"clip": 1.0},
+        pytest.param({"clip": 1.0}, marks=pytest.mark.slow),
         {"accumulate": 2, "calls": 2},
-        {"scaler": torch.amp.GradScaler("cpu")},
+        pytest.param({"scaler": torch.amp.GradScaler("cpu")}, marks=pytest.mark.slow),
     ],
     ids=["clip", "accumulate", "scaler"],
 )
@@ -183,10 +186,13 @@ def test_gradients_of_a_step(how: dict[str, Any]) -> None:
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
 
 
-_MORE = [pytest.param(part, marks=pytest.mark.slow) for part in (counted, numbered)]
+_MORE = [
+    pytest.param(part, marks=pytest.mark.slow) for part in (normed, counted, numbered)
+]
 
 
-@pytest.mark.parametrize("part", [normed, hooked, *_MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [hooked, *_MORE])
 def test_layers_of_a_step_that_are_traced_each(part: Any) -> None:
     forward, _ = check_step(part, momentum)
     assert copied(forward) == 0
@@ -276,7 +282,7 @@ def giving_views(x: Tensor, *states: Tensor) -> list[Tensor]:
         (writing_to_views, True),
         (viewing, True),
         (viewing_late, False),
-        (writing_through, False),
+        pytest.param(writing_through, False, marks=pytest.mark.slow),
         (giving_views, False),
     ],
     ids=lambda x: getattr(x, "__name__", None),
@@ -312,12 +318,14 @@ def test_what_lasts() -> None:
     assert not {"view", "t_1", "add_", "arg0_1", "arg1_1"} & lasting
 
 
+@pytest.mark.slow
 def test_layers_of_parameters_at_rest() -> None:
     with fake_group(2):
         model = fxpar.shard(Stack(dropped, LAYERS), mesh="dp=2")
         check(model, torch.ones(4, WIDTH, requires_grad=True), copied=LAYERS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [normed, *_MORE])
 def test_layers_of_parameters_at_rest_that_are_traced_each(part: Any) -> None:
     with fake_group(2):
@@ -325,6 +333,7 @@ def test_layers_of_parameters_at_rest_that_are_traced_each(part: Any) -> None:
         check(model, torch.ones(4, WIDTH, requires_grad=True), copied=0)
 
 
+@pytest.mark.slow
 def test_layers_whose_parameters_rest_in_other_ways() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:

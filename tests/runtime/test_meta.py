@@ -36,6 +36,7 @@ FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bernoulli_": lambda w: w.bernoulli_(0.3),
     "noise": lambda w: w.copy_(torch.randn_like(w) + torch.randint_like(w, 9)),
 }
+QUICK_FILLS = ("trunc_normal_", "generator", "noise")
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -100,7 +101,13 @@ def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("how", FILLS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=() if how in QUICK_FILLS else pytest.mark.slow)
+        for how in FILLS
+    ],
+)
 def test_random_values_are_those_of_one_device(
     how: str, dtype: torch.dtype, mesh: str, chunk: int
 ) -> None:
@@ -150,7 +157,9 @@ def test_init_functions_fill_the_parts(mesh: str) -> None:
             assert torch.equal(x, results[0][0][name]), name  # ranks hold one value
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,tp=2"]
+)
 def test_init_functions_draw_other_numbers_on_each_rank(mesh: str) -> None:
     results = shared_pool(4).run(applied, mesh)
     parts = [locals_["0.weight"] for _, locals_, _ in results]
@@ -185,7 +194,7 @@ def hugging_face(name: str, mesh: str | None) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("gpt2", "resnet") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "gpt2" else pytest.mark.slow)
         for name in NAMES
     ],
 )
@@ -356,6 +365,7 @@ def read_missing(path: str, partial: bool) -> bool:
     return model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_tied_name_that_the_file_lacks(tmp_path: Path) -> None:
     llama(tied=True).save_pretrained(tmp_path)
     for error in shared_pool(4).errors(read_missing, str(tmp_path), False):

@@ -45,7 +45,9 @@ def norms(mesh: str | None) -> dict[str, torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,tp=2"]
+)
 def test_norms(mesh: str) -> None:
     want = norms(None)
     for got in shared_pool(4).run(norms, mesh):

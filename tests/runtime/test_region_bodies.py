@@ -129,7 +129,7 @@ def test_one_device_runs_the_first() -> None:
 @pytest.mark.parametrize(
     "mesh, shape",
     [
-        ("cp=4", ()),
+        pytest.param("cp=4", (), marks=pytest.mark.slow),
         pytest.param("cp=2", (1, 8, 2**14, 64), marks=pytest.mark.slow),
         pytest.param("cp=8", (1, 8, 2**14, 64), marks=pytest.mark.slow),
     ],

@@ -3,6 +3,7 @@ graph; as GANs weigh two losses by their gradients at the last layer."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -63,15 +64,22 @@ def trained(mesh: str, how: str, codegen: str = "inductor", shard: bool = False)
     return [*seen, *(whole(p.detach()) for p in model.parameters())]
 
 
-@pytest.mark.parametrize("how", ["adaptive", "late", "twice"])
+QUICK = (
+    ("dp=2", "inductor", False, "twice"),
+    ("dp=2", "inductor", False, "late"),
+)
+
+
 @pytest.mark.parametrize(
-    ("mesh", "codegen", "shard"),
+    ("mesh", "codegen", "shard", "how"),
     [
-        ("dp=2", "inductor", False),
-        pytest.param("dp=2", "inductor", True, marks=pytest.mark.slow),
-        pytest.param("tp=2", "inductor", True, marks=pytest.mark.slow),
-        ("dp=2", "eager", True),
-        pytest.param("tp=2", "eager", False, marks=pytest.mark.slow),
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(
+            ("dp=2", "tp=2"),
+            ("inductor", "eager"),
+            (False, True),
+            ("adaptive", "late", "twice"),
+        )
     ],
 )
 def test_a_backward_runs_again(mesh: str, codegen: str, shard: bool, how: str) -> None:

@@ -288,6 +288,7 @@ def one_is_held_up() -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_who_waits_for_another_place_is_waited_for() -> None:
     pool = shared_pool(4)
     pool.renew()
@@ -311,6 +312,7 @@ def counts_that_differ() -> list[str]:
     return meeting.meet("all", f"{me}")
 
 
+@pytest.mark.slow
 def test_counts_of_two_worlds_are_not_compared() -> None:
     for heard in shared_pool(4).run(counts_that_differ):
         assert heard == ["0", "1", "2", "3"]
@@ -331,13 +333,14 @@ def a_member_does_not_come() -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_group_of_which_a_member_does_not_come() -> None:
     pool = shared_pool(4)
     pool.renew()
     said = pool.run(a_member_does_not_come, timeout=60.0)
     pool.renew()
     assert said[1:] == ["", "", ""]
-    assert "rank 2 did not come to the process group dp=2,tp=2/dp" in said[0]
+    assert "rank 2 did not reach the process group dp=2,tp=2/dp" in said[0]
     assert "where rank 0 waited" in said[0]
 
 

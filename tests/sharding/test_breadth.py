@@ -60,6 +60,7 @@ def test_nearly_every_op_has_a_rule() -> None:
     assert unknown.keys() <= LEFT.keys(), unknown
 
 
+@pytest.mark.slow
 def test_an_op_is_tried_in_every_way() -> None:
     found = trial(called("linalg.eigh"), samples=1)
     assert found.split and not found.wrong and not found.unknown

@@ -1,10 +1,9 @@
 """Users' scripts with the default settings: a plan by search, a schedule by cost.
 
-Most tests propagate plans and take no schedule; here each script of
-``helpers/trial_scripts.py`` and ``trial_layers.py`` runs as it would without a word, on
-every kind of mesh, and gives what one device does. Where a search leaves small programs
-whole, it is told of a machine on which it pays to split them. One rank that waits for
-ever is an error after the pool's timeout.
+Each script of ``helpers/trial_scripts.py`` and ``trial_layers.py`` runs without options
+on every kind of mesh and gives what one device does. Where a search leaves small
+programs whole, it is told of a machine on which it pays to split them. One rank that
+waits for ever is an error after the pool's timeout.
 """
 
 from __future__ import annotations

@@ -7,14 +7,10 @@ by op. Never: an op inside a body communicates (``sharding.body_rules``).
 Most ops compute their shard from the shards of their operands unchanged. For the others
 the row (``sharding.ops``) has a local form: an index into a split dim must be shifted
 by the rank's offset and masked where it points elsewhere, a size among the arguments
-must become the local one, a random op must count by global index.
-
-Makes the local form of ops that move rows of a split dim (``Rule.moves``).
-
-Operands are joined, ranks exchange rows in one step, and the received rows are split
-into the results; several dims are done one after the other. Rows of a dim that no axis
-splits are moved in the same way. In: a local call. Out: its results, each contiguous.
-Never: rows of a symbolic size are moved (``Inexpressible``).
+must become the local one, a random op must count by global index. Of ops that move
+rows of a split dim (``Rule.moves``) operands are joined, ranks exchange rows in one
+step, and the received rows are split into the results, each contiguous; several dims
+are done one after the other. Rows of a symbolic size are refused (``Inexpressible``).
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
     values = list(operands)
     for moves in call.rule.moves:
         if not all(isinstance(s[moves.dim], int) for s in call.shapes):
-            raise Inexpressible("rows are moved along a dim whose size is left open")
+            raise Inexpressible("rows are moved along a dim whose size is dynamic")
         values = _moved(call, values, _exchange(call, moves))
     several = not isinstance(call.node.meta["val"], torch.Tensor)
     return tuple(values) if several else values[0]
@@ -328,7 +324,8 @@ def _check(
         raise PlanError(
             f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
             f"{got}, its specs say {want}",
-            fix="its row needs a `shape` mark or a local form (see docs)",
+            fix="its row needs a `shape` mark or a local form "
+            "(docs/howto/add_an_op.md)",
         )
 
 

@@ -1,12 +1,9 @@
 """Holds what is asked of a compilation (``CompileJob``), and what was compiled so far
 of a graph (``Variants``), for sizes that stay open or for one call's sizes.
 
-Copies the inputs of a call to the strides that the program was compiled for: Dynamo
-traces code again for a tensor with other strides (columns of a larger one, as
-``ids[:, :-1]``), and gives the same program. In: the compiled program, and the strides
-of its inputs. Out: a callable that takes inputs of any strides: it copies those with
-other strides, and writes back what the program writes to a copy. Never: a copy of an
-input that has the compiled strides.
+Dynamo traces code again for a tensor with other strides (columns of a larger one, as
+``ids[:, :-1]``), and gives the same program: inputs with other strides than it was
+compiled for are copied, and what it writes to a copy is written back.
 """
 
 from __future__ import annotations

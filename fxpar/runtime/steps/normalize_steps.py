@@ -153,7 +153,10 @@ def place_experts(graph: fx.Graph, state: JointState) -> None:
     state.notes += tuple(dict.fromkeys(notes))
 
 
-_NO_SIZES = "no host waits for sizes on this device: rows are sent to experts in slots"
+_NO_SIZES = (
+    "rows are sent to experts in slots of a fixed size, since on this device counts "
+    "are not read on the host"
+)
 
 
 def _sent(

@@ -56,9 +56,8 @@ def queries(plan: Any) -> Any:
     return node.operands[0].dims
 
 
-@pytest.mark.parametrize(
-    "rows, ranks", [(1 << 13, 4), pytest.param(1 << 15, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, ranks", [(1 << 13, 4), (1 << 15, 8)])
 def test_queries_are_split_where_a_schedule_balances_them(
     rows: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +74,9 @@ def test_queries_are_split_where_a_schedule_balances_them(
 
 
 @pytest.mark.parametrize("key_heads", [4, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [1 << 12, 1 << 14])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(1 << 12, marks=pytest.mark.slow), 1 << 14]
+)
 def test_no_plan_is_slower_than_one_that_counts_on_no_schedule(
     rows: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_no_plan_is_slower_than_one_that_counts_on_no_schedule(
     assert plan.predicted.seconds <= before.predicted.seconds * 1.001
 
 
+@pytest.mark.slow
 def test_the_search_and_the_prediction_agree_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -59,7 +59,9 @@ def planned(
     return plan_call(Blocks(reentrant), (x,), {}, asked, mesh="dp=2", grad=True, **how)
 
 
-@pytest.mark.parametrize("mode", ["propagate", "search"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("propagate", marks=pytest.mark.slow), "search"]
+)
 def test_a_checkpointed_plan_holds_less_and_takes_longer(mode: str) -> None:
     # No gradient passes a reentrant region whose inputs require none.
     plain, *others = (

@@ -102,6 +102,7 @@ class Two(nn.Module):
 # By hand
 
 
+@pytest.mark.slow
 def test_what_a_schedule_was_chosen_by_is_not_ordered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import fxpar
-from fxpar import choose_plan
 from fxpar.choose_plan import _LESS, _TIE, shortest_step
-from fxpar.choose_plan import _timeline_unscheduled as timeline
 from fxpar.sharding.search import rank_candidates
 from tests.helpers.programs import batch, mlp
 from tests.helpers.random_programs import Case
@@ -83,7 +80,7 @@ def test_random_programs(
 
 @pytest.mark.parametrize("hardware", ["cpu", "h100"])
 @pytest.mark.parametrize("mesh", NAMED)
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models(
     mesh: str, hardware: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +112,4 @@ def test_large_programs(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda mode: fxpar.plan(mlp(2), batch(), mesh=on, mode=mode, grad=True)
 
     known = min(step(planned(on), "propagate") for on in NAMED[mesh])
-    with mock.patch.object(
-        choose_plan, "_timeline_unscheduled", side_effect=timeline
-    ) as lowered:
-        assert is_no_slower(step(planned(mesh), "search"), known)
-    assert lowered.call_count <= (3 if mesh == "auto:4" else 4)
+    assert is_no_slower(step(planned(mesh), "search"), known)

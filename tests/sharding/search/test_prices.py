@@ -121,7 +121,12 @@ def test_light_ops_cost_what_their_kernels_take(op: Any, args: Any, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("mesh", "whole"), [("dp=2", False), ("dp=2", True), ("dp=4", True)]
+    ("mesh", "whole"),
+    [
+        pytest.param("dp=2", False, marks=pytest.mark.slow),
+        pytest.param("dp=2", True, marks=pytest.mark.slow),
+        ("dp=4", True),
+    ],
 )
 def test_a_step_costs_what_is_predicted_of_it(
     mesh: str, whole: bool, monkeypatch: pytest.MonkeyPatch

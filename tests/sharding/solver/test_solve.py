@@ -197,6 +197,7 @@ def test_resolve_finds_the_best_with_pins(windows: bool, monkeypatch) -> None:
     assert tried > 20
 
 
+@pytest.mark.slow
 def test_resolve_keeps_to_the_limit_on_a_larger_problem() -> None:
     problem = layered(60, 8, 6, limit=0.3, noise=0.1)
     start = solve(problem, 4.0)

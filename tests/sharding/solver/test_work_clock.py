@@ -57,6 +57,7 @@ def test_work_before_a_search_changes_nothing() -> None:
     assert work_clock.now() == pytest.approx(total + 8.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_more_seconds_are_more_work() -> None:
     begun = work_clock.now()
     solved(0.2)
