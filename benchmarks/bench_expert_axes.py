@@ -20,6 +20,8 @@ from _common import conditions, write
 from bench_experts import free_search, program_of
 from expert_models import MIXTURES
 
+from fxpar.config import Options
+
 # model, mesh, batch; of 4,096 tokens
 ROWS = [
     (name, mesh, batch)
@@ -52,7 +54,7 @@ def run(name: str, text: str, batch: int) -> Iterator[dict[str, Any]]:
     for axes, way in cases:
         how: dict[str, Any] = {"experts_over": axes}
         if axes:
-            how |= {"expert_exchange": way, "expert_room": ROOM}
+            how["options"] = Options(expert_exchange=way, expert_room=ROOM)
         with FakeTensorMode():
             torch.set_default_dtype(torch.bfloat16)
             program = program_of(*MIXTURES[name](1, batch), mesh=mesh, **how)

@@ -74,13 +74,14 @@ def _finished(state: JointState) -> JointState:
         return pipeline.finished(state, pipeline.rows_after("plan"))
     trials: list[tuple[Timeline, JointState, Decision]] = []
     for decision, request in ((state.decided, state.request), *rivals):
-        trial = _trial_of(state, decision, replace(request, debug=0, dump=None))
+        quiet = request.with_options(debug=0, dump=None)
+        trial = _trial_of(state, decision, quiet)
         if state.open:
             hinted, _ = next(iter(decision.program.value_of))
             trial.open, trial.graph = False, hinted.graph
             closed = with_sizes_closed(decision.program)
             trial.decision = replace(decision, program=closed)
-            trial.request = replace(trial.request, schedule="none")
+            trial.request = quiet.with_options(schedule="none")
         try:
             run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
             trials.append((_timeline_unscheduled(trial), trial, decision))
@@ -117,14 +118,9 @@ def _finished(state: JointState) -> JointState:
     best.step_seconds, _ = steps[index]
     if decision is not first:
         check_user_rules(decision)
-    original = state.request
-    best.request = replace(
-        best.request,
-        debug=original.debug,
-        dump=original.dump,
-        schedule=original.schedule,
-    )
-    if original.debug < 2 and not original.dump and not state.open:
+    options = state.request.options
+    best.request = replace(best.request, options=options)
+    if options.debug < 2 and not options.dump and not state.open:
         return pipeline.finished(best, pipeline.rows_after(_LOWERED))
     final_state = _trial_of(state, decision, best.request)
     final_state.notes, final_state.step_seconds = best.notes, best.step_seconds
@@ -175,7 +171,7 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 def _timeline(state: JointState) -> Timeline:
     """Predict a step of a lowered graph."""
     hardware = state.request.hardware or _options(state).hardware
-    settings, disable = state.schedule.settings, state.request.disable
+    settings, disable = state.schedule.settings, state.request.options.disable
     return predict_step(
         state.graph, state.decided.mesh, hardware, settings=settings, disable=disable
     )
@@ -219,7 +215,7 @@ def stands(
     """
     tag, says = f"the comparison of plans of {request.name}", ""
     if request.leads:
-        trial_request = replace(_on_hardware(request), schedule="none")
+        trial_request = _on_hardware(request).with_options(schedule="none")
         try:
             with presence.works(f"decides {tag}"):
                 now, then = (
@@ -247,7 +243,9 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     if not result.decided.is_even:
         return math.inf
     hardware, mesh = request.hardware or lookup(UNNAMED), result.plan.mesh
-    return predict_step(result.local, mesh, hardware, disable=request.disable).seconds
+    return predict_step(
+        result.local, mesh, hardware, disable=request.options.disable
+    ).seconds
 
 
 def _on_hardware(request: Request) -> Request:
@@ -313,7 +311,8 @@ def _seconds_of(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     mode, copied = request.mode, copy_of(graph)
     assert isinstance(mode, SearchOptions), "what is compared is searched"
     shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
-    request = replace(request, mode=shorter, cached=False, debug=0, dump=None)
+    request = replace(request, mode=shorter, cached=False)
+    request = request.with_options(debug=0, dump=None)
     copied.owning_module = graph.owning_module
     try:
         search = pipeline.decided(copied, fake_mode, request).decided.search

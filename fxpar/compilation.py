@@ -82,7 +82,6 @@ from fxpar.sharding.plan_request import (
     Request,
     choices,
     known_machine,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -224,8 +223,7 @@ class Compilation:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = _request_of(job, f"graph{number}")
-        self.result: JointState | None = None
-        self.cached: KnownProgram | None = None  # from AOTAutograd's cache: no result
+        self.result: JointState | None = None  # none where AOTAutograd cached it
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
@@ -270,7 +268,7 @@ class Compilation:
                 with led:
                     compiled = self._traced(gm, examples)
                 if self.result is None and self.entry and self.entry.plan:
-                    self.cached, self.launches = self.entry, list(self.entry.launches)
+                    self.launches = list(self.entry.launches)
                     self._report(self.entry.plan)
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
@@ -376,9 +374,7 @@ class Compilation:
             ranks = self.ranks = settle(ranks, result.plan.mesh)
             request = self.request = request.on(result.plan.mesh)
         if options.tune:
-            result = self.result = pipeline.tuned(
-                result, request, ranks.whole, gm, inductor=self.is_inductor
-            )
+            result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
             self.leader.tell_plan(self._record())
         elif not self.follows_plan:
@@ -388,9 +384,7 @@ class Compilation:
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         bound = pipeline.bound(
             result,
-            request,
             ranks.whole,
-            inductor=self.is_inductor,
             writes=writes,
             copied=[of for of in ends if of is not None],
         )
@@ -415,7 +409,6 @@ class Compilation:
             meshes=choices(ranks.mesh, mode) if ranks.open else (),
             staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
             hardware=known_machine(options, size),
-            named_hardware=named_machine(options),
         )
 
     def _refuse_parts(self) -> None:
@@ -498,7 +491,6 @@ class Compilation:
             self.request,
             result,
             backward=which == "backward",
-            inductor=self.is_inductor,
             gradients=self._gradients(graph) if which == "backward" else {},
             at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
         )
@@ -534,7 +526,7 @@ class Compilation:
     @property
     def plan(self) -> Plan | None:
         if self.result is None:
-            return self.cached.plan if self.cached else None
+            return self.entry.plan if self.entry else None
         return self.result.plan
 
     @property
@@ -558,7 +550,7 @@ class Compilation:
     def written(self) -> set[int]:
         """Return the positions of the arguments that the program writes to."""
         if self.result is None:
-            return set(self.cached.written) if self.cached else set()
+            return set(self.entry.written) if self.entry else set()
         places = (
             self.places[out.of]
             for out in self.request.signature.outputs
@@ -569,7 +561,7 @@ class Compilation:
     def results(self) -> dict[int, Spec]:
         """Return specs of the results, by position among the graph's own results."""
         if self.result is None:
-            return dict(self.cached.results) if self.cached else {}
+            return dict(self.entry.results) if self.entry else {}
         decision = self.result.decided
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
@@ -664,12 +656,12 @@ def _request_of(job: CompileJob, name: str) -> Request:
     if stages is not None:
         whole = with_planned_axis(job.ranks.whole.mesh)
         stages = replace(stages, mesh=whole, schedule=schedule)
-    return Request.of(
-        options,
+    return Request(
         mesh,
         Signature((), ()),
         manual=job.ranks.manual,
-        keep_gathered=not options.reshard_after_forward,
+        options=options,
+        microbatches=options.microbatches,
         pipeline=stages,
         pipeline_schedule=schedule,
         sent_room=job.sent_room,

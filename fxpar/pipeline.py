@@ -23,7 +23,6 @@ from torch import fx
 
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
-from fxpar.fusion.schedule import Schedule
 from fxpar.graph import size_nodes
 from fxpar.passes.attention.normalize_masks import causal_masks
 from fxpar.passes.decompose import decompose
@@ -188,10 +187,10 @@ STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     """Run each step in turn that is not left out, time it, and show what it changed."""
     request = state.request
-    printed = request.debug >= 2 and request.leads
+    printed = request.options.debug >= 2 and request.leads
     for step in rows:
         graph = state.graph
-        if not (step.optional and step.name in request.disable):
+        if not (step.optional and step.name in request.options.disable):
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
             counted = COUNTED.get(step.name, stage_times.PARTITION)
@@ -215,8 +214,8 @@ def show(state: PipelineState, stage: str) -> None:
         stage,
         state.label,
         state.stage_number,
-        debug=request.debug,
-        dump=request.dump,
+        debug=request.options.debug,
+        dump=request.options.dump,
         specs=state.specs if stage == "planned" else None,
     )
     state.stage_number += 1
@@ -258,19 +257,20 @@ def finished(state: JointState, rows: Sequence[Pass]) -> JointState:
     return state
 
 
-def with_schedule(result: JointState, schedule: str, request: Request) -> JointState:
-    """Return the result with another schedule and all else as it was chosen;
-    ``request`` had ``tune``.
+def with_schedule(result: JointState, schedule: str) -> JointState:
+    """Return the result, which was requested with ``tune``, with another schedule and
+    all else as it was chosen.
 
     Raises ScheduleError.
     """
     assert result.unscheduled is not None
     plan = result.plan
-    chosen = replace(request, bodies=plan.bodies, experts_over=plan.experts or None)
-    quiet = replace(chosen, schedule=schedule or "none", debug=0, dump=None)
+    request = result.request.with_options(
+        schedule=schedule or "none", debug=0, dump=None
+    )
     state = JointState(
         graph=result.unscheduled,
-        request=quiet,
+        request=request,
         fake_mode=result.fake_mode,
         normalized=result.normalized,
         decision=result.decision,
@@ -280,21 +280,14 @@ def with_schedule(result: JointState, schedule: str, request: Request) -> JointS
     return finished(state, rows_after("order_stages"))
 
 
-def tuned(
-    result: JointState,
-    request: Request,
-    ranks: Ranks,
-    root: torch.nn.Module,
-    *,
-    inductor: bool,
-) -> JointState:
+def tuned(result: JointState, ranks: Ranks, root: torch.nn.Module) -> JointState:
     """Return the result with the schedule measured as the fastest on the mesh. ``root``
     holds the graph's constants.
 
     Raises PlanError on all ranks if none could be measured, RankMismatchError if a rank
     does not come.
     """
-    name = request.name
+    name, disable = result.request.name, result.request.options.disable
     texts = tune_schedule.candidates((str(result.schedule), *result.others), name)
     if len(texts) < 2 or ranks.mesh.size == 1:
         return result.noted(tune_schedule.NOTHING)
@@ -303,10 +296,9 @@ def tuned(
     failed: dict[int, str] = {}
     for i, text in enumerate(texts):
         try:
-            results[i] = with_schedule(result, text, request)
+            results[i] = with_schedule(result, text)
             settings = results[i].schedule.settings
-            local, disable = results[i].local, request.disable
-            graphs[i] = as_run(local, disable=disable, settings=settings)
+            graphs[i] = as_run(results[i].local, disable=disable, settings=settings)
         except Exception as error:
             failed[i] = tune_schedule.text_of(error)
     best, notes = tune_schedule.fastest(
@@ -317,19 +309,18 @@ def tuned(
         root,
         result.fake_mode,
         name=name,
-        inductor=inductor,
+        inductor=result.inductor,
     )
-    fastest, fastest.stage_number = results[best], result.stage_number
+    fastest = results[best]
+    fastest.request, fastest.stage_number = result.request, result.stage_number
     fastest.plan = replace(fastest.plan, near=result.plan.near)
     return fastest.noted(*notes)
 
 
 def bound(
     result: JointState,
-    request: Request,
     ranks: Ranks,
     *,
-    inductor: bool,
     writes: Sequence[Write] = (),
     copied: Sequence[int] = (),
 ) -> fx.Graph:
@@ -338,24 +329,22 @@ def bound(
     shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
     cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
     ranks = replace(ranks, mesh=ranks.mesh.with_shares(cut))
+    # Generated kernels of fused regions take only numbers.
+    fuses = result.request.options.fuse != "none" or any(
+        line.verb == "fuse" for line in result.schedule.lines
+    )
     state = RankState(
         graph=result.local,
-        request=request,
+        request=result.request,
         stage_number=result.stage_number,
         fake_mode=result.fake_mode,
         ranks=ranks,
-        inductor=inductor,
-        at_run_time=inductor and not _fuses(request, result.schedule),
+        at_run_time=result.inductor and not fuses,
         writes=tuple(writes),
         copied=list(copied),
     )
     run_steps(RANK, state)
     return state.graph
-
-
-def _fuses(request: Request, schedule: Schedule) -> bool:
-    """Return whether regions may be fused; generated kernels take only numbers."""
-    return request.fuse != "none" or any(line.verb == "fuse" for line in schedule.lines)
 
 
 def scheduled(
@@ -364,14 +353,12 @@ def scheduled(
     result: JointState | None,
     *,
     backward: bool,
-    inductor: bool = False,
     gradients: Mapping[int, int] | None = None,
     at_rest: Sequence[str] = (),
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place, and return its
     regions, which run as generated kernels. ``result``: None where nothing was planned;
-    ``inductor``: Inductor compiles the graph; ``gradients``, ``at_rest``: as in
-    ``PhaseState``."""
+    ``gradients``, ``at_rest``: as in ``PhaseState``."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -381,7 +368,6 @@ def scheduled(
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result else None,
         even=result is None or result.decided.is_even,
-        inductor=inductor,
         gradients=gradients or {},
         at_rest=tuple(at_rest),
     )

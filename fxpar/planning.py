@@ -55,7 +55,6 @@ from fxpar.sharding.plan_request import (
     choices,
     known_machine,
     machine,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -104,19 +103,17 @@ class Predicted:
 class TracedPlan(Plan):
     """Is a Plan with the program that it was made for."""
 
-    # The pipeline's result, to simulate; None for a loaded plan.
-    result: JointState | None = field(default=None, compare=False, repr=False)
+    # The pipeline's result, to simulate.
+    result: JointState = field(kw_only=True, compare=False, repr=False)
     # The traced call, to bind arguments.
-    call: TracedCall | None = field(default=None, compare=False, repr=False)
-    # The traced module, to plan again.
-    module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
-    # The options that it was made with.
-    options: Options = field(default_factory=Options, compare=False, repr=False)
+    call: TracedCall = field(kw_only=True, compare=False, repr=False)
+    # The traced module.
+    module: fx.GraphModule = field(kw_only=True, compare=False, repr=False)
 
     @cached_property
     def hardware(self) -> Hardware:
         """Return the hardware. Raises OptionError and DeviceError, as ``machine``."""
-        return machine(self.options, self.mesh.size)
+        return machine(self.result.request.options, self.mesh.size)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -124,14 +121,13 @@ class TracedPlan(Plan):
 
         Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
         return predict_step(
-            result.local,
+            self.result.local,
             self.mesh,
             self.hardware,
-            settings=result.schedule.settings,
-            disable=self.options.disable,
-            fused=self.options.codegen == "inductor",
+            settings=self.result.schedule.settings,
+            disable=self.result.request.options.disable,
+            fused=self.result.inductor,
         )
 
     @cached_property
@@ -152,7 +148,7 @@ class TracedPlan(Plan):
     def predicted_texts(self) -> list[str]:
         """Return ``predicted`` as text, nothing if the hardware is unknown."""
         try:
-            return [str(self.predicted)] if self.result is not None else []
+            return [str(self.predicted)]
         except (DeviceError, PlanError):  # PlanError: the user's own collectives
             return []
 
@@ -160,9 +156,8 @@ class TracedPlan(Plan):
         """Return memory and time by layer of the model, as a table with the sums that
         the plan predicts; for a plan in stages or of unequal ranks, why there is none.
 
-        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
         if pipeline_axis(self.mesh) is not None:
             return (
                 "no table by layer: stages have different layers; the stages are "
@@ -170,15 +165,10 @@ class TracedPlan(Plan):
             )
         if not self.mesh.is_shared_equally:
             return "no table by layer: ranks have unequal shares of each layer"
-        graph = as_run(
-            result.local,
-            disable=self.options.disable,
-            settings=result.schedule.settings,
-        )
-        signature, fused = (
-            result.decided.program.signature,
-            self.options.codegen == "inductor",
-        )
+        result, disable = self.result, self.result.request.options.disable
+        settings = result.schedule.settings
+        graph = as_run(result.local, disable=disable, settings=settings)
+        signature, fused = result.decided.program.signature, result.inductor
         rows = layer_rows(graph, self, signature, self.hardware, fused=fused)
         return layers_text(rows)
 
@@ -186,7 +176,7 @@ class TracedPlan(Plan):
         """Return ``Plan.diff``, and the predicted seconds of a step, if both plans were
         traced and the hardware is known."""
         lines = [super().diff(other)]
-        if lines[0] and isinstance(other, TracedPlan) and self.result and other.result:
+        if lines[0] and isinstance(other, TracedPlan):
             with contextlib.suppress(DeviceError):
                 times = self.predicted.seconds, other.predicted.seconds
                 lines.append("a step: " + " | ".join(map(short_seconds, times)))
@@ -197,8 +187,8 @@ class TracedPlan(Plan):
         the op that makes it could do, or other layouts of it if it is an input, and
         what the whole plan would then cost, solved again."""
         text = super().why(name)
-        search = self.result.decided.search if self.result else None
-        value = self.result.decided.program.named(name) if self.result else None
+        search = self.result.decided.search
+        value = self.result.decided.program.named(name)
         if search is None or value is None:
             return text
         return (
@@ -211,9 +201,9 @@ class TracedPlan(Plan):
         Raises PlanError for a plan that was not searched, an unknown name, an input,
         and a spec that no strategy of its op makes.
         """
-        result, _ = self._traced()
         self.spec(name)
-        search, value = result.decided.search, result.decided.program.named(name)
+        search = self.result.decided.search
+        value = self.result.decided.program.named(name)
         if search is None or value is None:
             raise PlanError(
                 "only a searched plan knows its alternatives",
@@ -229,12 +219,11 @@ class TracedPlan(Plan):
         (``FXPAR_MESH="dp=2{1.0,0.5}"``), with the time of a step, and that with equal
         shards; printable.
 
-        Raises as ``hardware`` does, and PlanError for a loaded plan.
+        Raises as ``hardware`` does.
         """
-        result, _ = self._traced()
-        _, done = facts_of(result.local)
+        _, done = facts_of(self.result.local)
         reshards = [reshard for reshard, _ in done]
-        return ratios(result.decided, self.hardware, reshards)
+        return ratios(self.result.decided, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -245,9 +234,8 @@ class TracedPlan(Plan):
     def to_html(self, path: str | Path) -> None:
         """Write ``Plan.to_html``, with ``timeline`` if the hardware is known."""
         timeline = None
-        if self.result is not None:
-            with contextlib.suppress(DeviceError):
-                timeline = self.timeline
+        with contextlib.suppress(DeviceError):
+            timeline = self.timeline
         write_asked(path, render(self, timeline))
 
     def simulate(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +254,7 @@ class TracedPlan(Plan):
 
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """Simulate; return gradients and buffers changed in place, too."""
-        result, call = self._traced()
+        result, call = self.result, self.call
         edges, program = result.decided.edges, result.decided.program
         specs = [None if v is None else edges.specs[v] for v in program.inputs]
         parts = [
@@ -286,22 +274,13 @@ class TracedPlan(Plan):
 
     def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """Run the reference; return gradients and buffers changed in place, too."""
-        result, call = self._traced()
-        whole = module_of(self.module, result.normalized)
-        values = run_global(whole, self.mesh, call.inputs(args, kwargs))
-        return call.outcome(result.decided.program.signature, values)
+        whole = module_of(self.module, self.result.normalized)
+        values = run_global(whole, self.mesh, self.call.inputs(args, kwargs))
+        return self.call.outcome(self.result.decided.program.signature, values)
 
     def _returned(self, outcome: Outcome) -> Any:
-        _, call = self._traced()
-        return (outcome.result, outcome.gradients) if call.grad else outcome.result
-
-    def _traced(self) -> tuple[JointState, TracedCall]:
-        if self.result is None or self.call is None:
-            raise PlanError(
-                "a loaded plan has no program to run",
-                fix="plan again with fxpar.plan(fn, *args, mode=path)",
-            )
-        return self.result, self.call
+        grad = self.call.grad
+        return (outcome.result, outcome.gradients) if grad else outcome.result
 
 
 def plan(
@@ -396,10 +375,11 @@ def plan_call(
     signature = with_all_dims(signature, module.graph)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
-    request = Request.of(
-        options,
+    request = Request(
         planned,
         signature,
+        options=options,
+        microbatches=options.microbatches,
         hints=load(hints if hints is not None else options.hints),
         mode=chosen,
         meshes=choices(mesh, chosen) if auto else (),
@@ -407,7 +387,6 @@ def plan_call(
         pipeline_schedule=options.pipeline,
         pipeline=pipeline,
         hardware=known_machine(options, mesh.size),
-        named_hardware=named_machine(options),
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
@@ -415,11 +394,7 @@ def plan_call(
     if options.memory is not None:
         made_plan = replace(made_plan, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(made_plan),
-        result=result,
-        call=call,
-        module=module,
-        options=options,
+        **asdict_shallow(made_plan), result=result, call=call, module=module
     )
 
 

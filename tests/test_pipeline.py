@@ -62,7 +62,7 @@ def test_a_request_pickles() -> None:
         meshes=candidates(4, machine()),
         manual=ManualAxes(MESH, ("dp",)),
         hardware=machine(),
-        schedule="prefetch(ahead=2)",
+        options=Options(schedule="prefetch(ahead=2)"),
         rank=1,
     )
     again = pickle.loads(pickle.dumps(request))
@@ -95,7 +95,8 @@ def test_each_step_is_printed_with_what_it_changed(
 def test_other_ranks_print_no_steps(caplog: pytest.LogCaptureFixture) -> None:
     graph = torch.fx.Graph()
     graph.output([])
-    request = Request(MESH, Signature((), ()), debug=2, name="g", rank=1)
+    options = Options(debug=2)
+    request = Request(MESH, Signature((), ()), options=options, name="g", rank=1)
     pipeline.scheduled(graph, request, None, backward=False)
     assert not caplog.text
     pipeline.scheduled(graph, replace(request, rank=0), None, backward=False)
@@ -111,7 +112,8 @@ def test_what_can_be_left_out_is(
     plan = planned(monkeypatch, debug="2", disable=name, schedule=given)
     x = torch.ones(4, 4, dtype=torch.float64)
     torch.testing.assert_close(plan.simulate(x), plan.reference(x))
-    request = Request(MESH, Signature((), ()), debug=2, disable=frozenset({name}))
+    options = Options(debug=2, disable=frozenset({name}))
+    request = Request(MESH, Signature((), ()), options=options)
     graph = copy_of(plan.result.local)
     with caplog.at_level(logging.WARNING, "fxpar"):
         pipeline.scheduled(graph, request, plan.result, backward=True)

@@ -20,7 +20,6 @@ from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
 from fxpar.graph.collective_nodes import Axes, Cut
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -53,7 +52,7 @@ def lower_uneven(
     kind, changed = collective_nodes.kind_of(node), _changed(cut)
     if kind == "slice":
         return _own_slice(build, x, cut, changed)
-    uneven = [d for d in changed if not _is_even(build.mesh, cut, d)]
+    uneven = [d for d in changed if not cut.is_even_in(build.mesh, d)]
     if uneven and (kind == "permute" or any(_is_far(cut, d) for d in uneven)):
         raise PlanError(
             f"{node.name} ({kind}) of {list(cut.shape)} from {Spec.of(cut.before)} to "
@@ -103,11 +102,6 @@ def _changed(cut: Cut) -> list[int]:
     """Return the dims that a step splits or joins."""
     pairs = enumerate(zip(cut.before, cut.after, strict=True))
     return [d for d, (before, after) in pairs if before != after]
-
-
-def _is_even(mesh: Mesh, cut: Cut, d: int) -> bool:
-    """Return whether a dim is split evenly, both before and after the step."""
-    return cut.is_even_in(mesh, d)
 
 
 def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:

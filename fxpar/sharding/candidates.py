@@ -118,7 +118,7 @@ class Subject:
     @cached_property
     def live(self) -> list[Entry]:
         """Return the tensors in memory and when they live, for the whole batch."""
-        keep = self.request.keep_gathered
+        keep = not self.request.options.reshard_after_forward
         return whole_entries(self.program, keep_gathered=keep, shared=self.kernels)
 
     @cached_property

@@ -107,15 +107,12 @@ class Decision:
     @property
     def is_even(self) -> bool:
         """Return whether all ranks hold equally much of every value."""
-        return self.first_uneven() is None
+        return self.first_uneven is None
 
+    @cached_property
     def first_uneven(self) -> tuple[Value, Spec] | None:
         """Return the first value with unequal parts on ranks, and its spec there; None
         if there is none."""
-        return self._first_uneven
-
-    @cached_property
-    def _first_uneven(self) -> tuple[Value, Spec] | None:
         edges, values = self.edges, self.program.values
         specs = [*zip(values, edges.specs, strict=True)]
         specs += [(values[r.value], r.target) for r in edges.reshards]
@@ -220,7 +217,7 @@ def decide_on(
             program, mesh, hints, constraints, mode=options, hardware=hardware
         )
     seeds = _seeds_by_value(program, mesh, hints)
-    keep_gathered = request.keep_gathered
+    keep_gathered = not request.options.reshard_after_forward
     with work_clock.within(options.seconds):
         result = search(
             program,

@@ -98,7 +98,8 @@ def over_manual_axes(
     planned, axes = decision.mesh, manual.axes
     sizes = tuple((name, manual.mesh.sizes.get(name, n)) for name, n in planned.axes)
     mesh = replace(planned, axes=sizes)
-    program = _varying(decision.program, axes)
+    values = [replace(x, manual=(*x.manual, *axes)) for x in decision.program.values]
+    program = replace(decision.program, values=values)
     signature = _resting(program.signature, signature, axes, mesh)
     split = {
         v: extra
@@ -248,12 +249,6 @@ def _extra(spec: Spec, axes: Collection[str]) -> Splits:
     """Return (axis, dim) for each of these axes that splits a dim of a spec."""
     dims = enumerate(spec.dims)
     return tuple((axis, d) for d, split in dims for axis in split if axis in axes)
-
-
-def _varying(program: Program, axes: Axes) -> Program:
-    """Return the program with all values marked as different along these axes."""
-    values = [replace(x, manual=(*x.manual, *axes)) for x in program.values]
-    return replace(program, values=values)
 
 
 def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Signature:

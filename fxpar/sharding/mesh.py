@@ -253,7 +253,10 @@ class Mesh:
         if place is None:
             part = split_name(axis)
             if part is None or part[0] not in self._layout:
-                raise self._unknown(axis)
+                raise MeshError(
+                    f"mesh {self} has no axis {axis!r}",
+                    fix=f"use one of {', '.join(self._whole)}",
+                )
             name, above, size = part
             i, n, stride = self._layout[name]
             if n % (above * size):
@@ -263,10 +266,6 @@ class Mesh:
                 )
             place = self._layout[axis] = (i, size, stride * (n // (above * size)))
         return place
-
-    def _unknown(self, axis: str) -> MeshError:
-        names = ", ".join(self._whole)
-        return MeshError(f"mesh {self} has no axis {axis!r}", fix=f"use one of {names}")
 
     def parts(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes of this mesh that make up the given axes and parts, in order.

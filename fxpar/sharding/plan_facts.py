@@ -114,7 +114,7 @@ def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
     one: the path that both share, or, longer than it, the layer of the neighbour that
     shares more source lines, in doubt the earlier one."""
     labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
-    frames = [_frames(op.node) for op in ops]
+    frames = [_frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
     layers = _layers(path for path in paths if path is not None)
     for a, b in pairwise([None, *labelled, None]):
         before = paths[ops[a].index] or () if a is not None else ()
@@ -137,10 +137,6 @@ def _layers(paths: Iterable[Path]) -> set[Path]:
 def _shared(a: Path, b: Path) -> Path:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return tuple(part for part, _ in same)
-
-
-def _frames(node: fx.Node) -> frozenset[tuple[str, str]]:
-    return _frames_of(node.meta.get("stack_trace") or "")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -208,7 +204,8 @@ def describe(
         tuple(replace(c, axes=mesh.joined(c.axes)) for c in collectives),
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.has_rule)),
         decision.reasons or tuple(_reasons(decision)),
-        _notes(decision),
+        # A saved plan has the notes of its mesh already.
+        tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh)))),
         memory=memory,
         dearest=_dearest(decision, reshards, priced),
     )
@@ -217,12 +214,6 @@ def describe(
 def _as_written(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
     """Return specs as users write them."""
     return tuple(spec.joined(mesh) for spec in specs)
-
-
-def _notes(decision: Decision) -> tuple[str, ...]:
-    """Return notes of the decision and of its mesh, each once: a saved plan has both
-    already."""
-    return tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh))))
 
 
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:

@@ -2,7 +2,7 @@
 
 It pickles, so that a rank can send it and a test can hold it.
 In: a mesh, or meshes that a search may choose from; layouts of inputs and outputs;
-hints; the mode; edits of the local graph; ``Options``, from which functions read these.
+hints; the mode; the user's ``Options``.
 Out: the Request, its mesh and signature as they are planned.
 Never: plans.
 """
@@ -37,11 +37,6 @@ from fxpar.sharding.search.run_search import SearchOptions
 
 Mode = str | SearchOptions | Plan
 
-# Fields of a request that are options of the same name.
-_OF_OPTIONS = (
-    *("strict", "disable", "microbatches", "expert_room", "expert_exchange"),
-    *("schedule", "tune", "fuse", "debug", "dump"),
-)
 End = TypeVar("End", Input, Output)
 
 
@@ -68,19 +63,12 @@ class Request:
     free_along_stages: str = "own"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
-    # Whether an op without a rule is an error, not a warning.
-    strict: bool = False
-    # Steps of the pipeline to leave out, by name.
-    disable: frozenset[str] = frozenset()
-    # Whether sharded parameters are gathered once for forward and backward.
-    keep_gathered: bool = False
+    # What the user asks for; a field of the same name comes before an option.
+    options: Options = field(default_factory=Options)
     # Parts that a rank cuts its batch into; None: 1, or as stages need.
     microbatches: int | None = None
     # Stages that the program is cut into; ``mesh`` is the mesh of each stage.
     pipeline: Pipeline | None = None
-    # Rows of experts that a rank has room for, in multiples of its even share; None:
-    # all rows.
-    expert_room: float | None = None
     # Rows that each rank along manual axes may send to experts; 0: none are sent, each
     # rank has all experts. None: as many as this rank sends.
     sent_room: int | None = None
@@ -88,38 +76,26 @@ class Request:
     experts_over: Axes | None = None
     # One choice for each manual region with several bodies; empty: the first of each.
     bodies: tuple[int, ...] = ()
-    # "auto", "gather", "all_to_all" or "exact": how tokens come to their experts.
-    expert_exchange: str = "auto"
-    # "auto", "none", a schedule's text, or the file that holds it.
-    schedule: str = "none"
-    # The hardware on which "auto" is priced; None: it chooses no schedule.
+    # The hardware on which schedule "auto" is priced; None: it chooses none.
     hardware: Hardware | None = None
-    # The hardware that FXPAR_HARDWARE names, on which propagation prices ties.
-    named_hardware: Hardware | None = None
-    # Whether the local graph before its schedule is kept, to try other schedules on it.
-    tune: bool = False
     # Whether a searched plan is first looked for on disk, and saved there.
     cached: bool = False
-    # As the option: regions of ``fuse`` that pay are generated kernels.
-    fuse: str = "none"
     # Whether the graph contains the backward of its step.
     step: bool = False
     # Of the graph, in dumps and logs.
     name: str = "plan"
     # The rank that plans; None: one process plans for all.
     rank: int | None = None
-    # As FXPAR_DEBUG.
-    debug: int = 0
-    # As FXPAR_DUMP: a directory.
-    dump: str | None = None
 
-    @classmethod
-    def of(
-        cls, options: Options, mesh: Mesh, signature: Signature, **more: Any
-    ) -> Request:
-        """Return the request of ``options``, and ``more`` fields."""
-        same = {name: getattr(options, name) for name in _OF_OPTIONS}
-        return cls(mesh, signature, **same, **more)
+    def with_options(self, **changes: Any) -> Request:
+        """Return the request with other options, by name."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def named_hardware(self) -> Hardware | None:
+        """Return the hardware of FXPAR_HARDWARE, on which propagation prices ties; None
+        if it is not set. Raises OptionError."""
+        return machine(self.options, 1) if self.options.hardware else None
 
     @property
     def laid(self) -> Signature:
@@ -210,12 +186,6 @@ def known_machine(options: Options, ranks: int) -> Hardware | None:
         return machine(options, ranks)
     except DeviceError:
         return None
-
-
-def named_machine(options: Options) -> Hardware | None:
-    """Return the hardware of FXPAR_HARDWARE; None if it is not set. Raises
-    OptionError."""
-    return machine(options, 1) if options.hardware else None
 
 
 def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:

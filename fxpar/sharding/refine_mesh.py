@@ -166,7 +166,8 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     cutters = {
         "the shards of manual regions": regions,
         "microbatches": request.microbatches not in (None, 1),
-        "the shards that a schedule rewrites": request.schedule not in ("auto", "none"),
+        "the shards that a schedule rewrites": request.options.schedule
+        not in ("auto", "none"),
     }
     for why, holds in cutters.items():
         if holds:

@@ -33,6 +33,8 @@ def planned(
     batch: tuple[torch.Tensor, ...],
     mesh: Mesh,
     mode: Any,
+    *,
+    expert_exchange: str = "auto",
     **asked: Any,
 ) -> Any:
     """The call, its module, what the pipeline gives, and the specs at rest. ``asked``:
@@ -68,6 +70,7 @@ def planned(
         manual=ManualAxes(mesh, axes),
         mode=plan_mode(mode, options, mesh.size) if isinstance(mode, str) else mode,
         hardware=known_machine(options, mesh.size),
+        options=Options(schedule="none", expert_exchange=expert_exchange),
         **asked,
     )
     return call, module, fastest_plan(module.graph, fake_mode, request), rests

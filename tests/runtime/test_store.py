@@ -128,7 +128,7 @@ def one_hint(request: Request) -> Request:
 
 
 def kept_gathered(request: Request) -> Request:
-    return replace(request, keep_gathered=True)
+    return request.with_options(reshard_after_forward=False)
 
 
 def resting(request: Request) -> Request:
@@ -300,8 +300,9 @@ def test_a_schedule_is_chosen_once(
     monkeypatch.setattr("fxpar.fusion.schedule_attempts.LEAST", -1.0)
 
     def asks(schedule: str) -> Callable[[Request], Request]:
-        how: dict[str, Any] = {"schedule": schedule, "hardware": machine()}
-        return lambda request: replace(request, **how)
+        return lambda request: replace(
+            request.with_options(schedule=schedule), hardware=machine()
+        )
 
     first = planned(change=asks(schedule))
     count = len(chosen)
@@ -315,23 +316,18 @@ def test_a_schedule_is_chosen_once(
     else:
         assert len(chosen) > count
     count = len(chosen)
-    tuned = planned(change=lambda r: replace(asks("auto")(r), tune=True))
+    tuned = planned(change=lambda r: asks("auto")(r).with_options(tune=True))
     assert len(chosen) == count + 1 and tuned.unscheduled is not None
 
 
 def test_another_schedule_changes_nothing_else_of_a_plan() -> None:
     """What was chosen before it, as bodies of regions, is the plan's own."""
-    asked: list[Request] = []
-
-    def change(request: Request) -> Request:
-        tune: dict[str, Any] = {"tune": True, "hardware": machine()}
-        asked.append(replace(request, cached=False, schedule="none", **tune))
-        return asked[-1]
-
-    result = planned(change=change)
-    changed: dict[str, Any] = {"bodies": (1,), "experts": ("dp",)}
-    result.plan = replace(result.plan, **changed, notes=("of the choice",))
-    again = pipeline.with_schedule(result, "", asked[-1])
+    result = planned(
+        keep=False, change=lambda r: r.with_options(schedule="none", tune=True)
+    )
+    result.request = replace(result.request, bodies=(1,), experts_over=("dp",))
+    result.plan = replace(result.plan, notes=("of the choice",))
+    again = pipeline.with_schedule(result, "")
     assert again.plan.bodies == (1,) and again.plan.experts == ("dp",)
     assert "of the choice" in again.plan.notes
 

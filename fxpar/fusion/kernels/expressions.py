@@ -173,15 +173,14 @@ def _extreme(sign: str) -> ElementOp:
     return _form(form)
 
 
-def _compared(sign: str) -> ElementOp:
-    return _form(f"{{0}} {sign} {{1}}", COMMON, rounds=True)
-
-
 _SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _ARITHMETIC = {"mul": _form("{0} * {1}"), "div": _form("{0} / {1}")}
 _ARITHMETIC |= {"add": _sum("+"), "sub": _sum("-")}
 
-_BINARY = _ARITHMETIC | {word: _compared(sign) for word, sign in _SIGNS.items()}
+_BINARY = _ARITHMETIC | {
+    word: _form(f"{{0}} {sign} {{1}}", COMMON, rounds=True)
+    for word, sign in _SIGNS.items()
+}
 
 # Ops on bools. Triton's interpreter (3.7) does not take a bool that is uniform in a
 # block together with one that differs within it, in "&" and "|".

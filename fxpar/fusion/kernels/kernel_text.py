@@ -130,7 +130,7 @@ def function(
 ) -> str:
     """Return the source of a module with one jitted function. ``lines``: of its
     body."""
-    numbers = [p for p in parameters if _is_number(p)]
+    numbers = [p for p in parameters if p[0] == "n" and p[1:].isdigit()]
     signature = ", ".join([*parameters, "PROGRAMS: tl.constexpr"])
     # A number that differs between ranks must not give them different kernels.
     how = f"(do_not_specialize={numbers})" if numbers else ""
@@ -138,10 +138,6 @@ def function(
     inside = "\n".join(f"    {line}".rstrip() for line in lines)
     head = f"{note}\n\n{IMPORTS}\n\n@triton.jit{how}\ndef {name}({signature}):\n"
     return f"{head}{inside}\n"
-
-
-def _is_number(parameter: str) -> bool:
-    return parameter[0] == "n" and parameter[1:].isdigit()
 
 
 def phase(

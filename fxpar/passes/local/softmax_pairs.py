@@ -152,7 +152,7 @@ def _label_of(shifted: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | N
             ):
                 value = node.meta["val"]
                 like = value.shape == largest.meta["val"].shape
-                return node if like and _movable(node, largest) else None
+                return node if like and largest not in _sources(node) else None
     return None
 
 
@@ -164,11 +164,6 @@ def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:
     """Return (whether this rank has the label, its index, the value elsewhere)."""
     own, read, fill = label.args[0].args
     return own, read.args[2], fill
-
-
-def _movable(label: fx.Node, before: fx.Node) -> bool:
-    """Return whether a label's index can be computed before the node ``before``."""
-    return before not in _sources(label)
 
 
 def _sources(label: fx.Node) -> set[fx.Node]:

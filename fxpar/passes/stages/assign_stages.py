@@ -105,7 +105,8 @@ def assign_stages(
         )
     priced = replace(priced, once=_gradient_steps(graph, kinds))
     backward = [n for n in graph.nodes if n in kinds.backward]
-    share = 1.0 + (sum(map(priced.seconds, backward)) / _total(chain, priced))
+    total = sum(map(priced.seconds, chain)) or 1.0
+    share = 1.0 + sum(map(priced.seconds, backward)) / total
     seconds = [priced.seconds(node) * share for node in chain]
     trains = 2 if backward else 1
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
@@ -182,10 +183,6 @@ def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
 
 def _is_end(node: fx.Node, kinds: Kinds) -> bool:
     return node.op == "output" or node in kinds.everywhere
-
-
-def _total(nodes: Sequence[fx.Node], priced: StageCosts) -> float:
-    return sum(map(priced.seconds, nodes)) or 1.0
 
 
 def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:

@@ -44,7 +44,6 @@ from fxpar.sharding.plan_request import (
     Mode,
     Request,
     choices,
-    named_machine,
     plan_mode,
     staged_choices,
 )
@@ -86,7 +85,7 @@ def decided(
         cached=True,
         name=name,
         rank=ranks.rank,
-        named_hardware=named_machine(options),
+        options=Options(hardware=options.hardware),
     )
     plan = planned if of_all else searched
     return plan(graph, fake_mode, request).decided
@@ -298,7 +297,8 @@ def _uses(
         assert isinstance(mode, Plan)
         return dict(mode.parameters)
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
-    mode_, free = _torch.fake.new_fake_mode(symbols=True), _ids(ours)
+    mode_ = _torch.fake.new_fake_mode(symbols=True)
+    free = {id(x.parameter) for x in ours.values()}
     fakes = [_fake(x, mode_) for x in examples]
     grad = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
@@ -336,10 +336,6 @@ def _uses(
     )
     mesh = decision.mesh
     return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
-
-
-def _ids(ours: Mapping[str, Movable]) -> set[int]:
-    return {id(x.parameter) for x in ours.values()}
 
 
 def _fake(x: Any, mode: Any) -> Any:

@@ -57,7 +57,9 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr((request.pipeline, request.pipeline_schedule, request.free_along_stages)),
         repr(request.laid),
         repr(list(request.hints.items())),
-        repr((request.keep_gathered, sorted(request.disable))),
+        repr(
+            (not request.options.reshard_after_forward, sorted(request.options.disable))
+        ),
         repr(request.microbatches),
         repr((sorted(program.reduce_here), program.balances)),
         *lines_of(graph),

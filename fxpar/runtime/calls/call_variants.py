@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.caches.program_identity import (
@@ -31,10 +34,19 @@ from fxpar.runtime.calls.call_sizes import Fed, Sizes
 from fxpar.runtime.calls.compile_variants import (
     CompileGraph,
     CompileJob,
-    VariantCompiler,
     Variants,
+    for_any_strides,
+    is_strided,
 )
-from fxpar.runtime.calls.open_sizes import open_sizes
+from fxpar.runtime.calls.open_sizes import (
+    DivisorsAsked,
+    OpenSize,
+    OpenSizesRefused,
+    PlanStands,
+    SizeRange,
+    open_program,
+    open_sizes,
+)
 from fxpar.runtime.ranks import consensus, drift, presence
 from fxpar.runtime.ranks.check_inputs import check_arguments
 from fxpar.runtime.ranks.compare_options import check_options, options_text
@@ -43,7 +55,12 @@ from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
 from fxpar.runtime.ranks.patience import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
+from fxpar.sharding.propagate.conventions import batch_axes
+
+# After so many failures to leave sizes open, all sizes are fixed.
+_MOST_REFUSALS = 2
 
 # Owner of graphs that are compiled by themselves, without the rest of a step.
 FORWARD = "forward"
@@ -78,7 +95,7 @@ class Calls:
         """Prepare the calls of ``gm``, which ``compile_as`` compiles as ``job`` says.
         ``owner``: graphs of different owners share no variants."""
         inputs, options, ranks = job.named_inputs, job.options, job.ranks
-        self.gm, self.inputs, self.options, self.ranks = gm, inputs, options, ranks
+        self.gm, self.job = gm, job
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, inputs, self.where)
         self.text = program_text(gm, inputs)
@@ -96,17 +113,10 @@ class Calls:
         key = digest("\n".join(map(str, inner)))
         self.variants = _VARIANTS.setdefault(key, Variants())
         takes_more = options.verify or options.tune or options.fuse != "none"
-        self.compiler = VariantCompiler(
-            gm=gm,
-            job=job,
-            fed=self.fed,
-            sizes=open_sizes(gm, inputs),
-            opens=owner == FORWARD
-            and not takes_more
-            and options.microbatches in (None, 1),
-            compile=compile_as,
-            variants=self.variants,
-        )
+        self.compile, self.sizes = compile_as, open_sizes(gm, inputs)
+        # Whether any size may be left open.
+        self.opens = owner == FORWARD and not takes_more
+        self.opens = self.opens and options.microbatches in (None, 1)
         self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
         self.fresh = True  # its inputs were not yet compared in full
         self.heads: dict[Sizes, str] = {}
@@ -114,7 +124,7 @@ class Calls:
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
 
     def __call__(self, *args: Any) -> Any:
-        with self.ranks.inside():
+        with self.job.ranks.inside():
             return self._variant(args)(*args)
 
     def _variant(self, args: Sequence[Any]) -> Callable[..., Any]:
@@ -137,7 +147,7 @@ class Calls:
         digest of all that ranks must have the same, the number of the variant last run
         for these sizes or one in range (0: none), and whether inputs must be compared
         in full."""
-        far = self.options.replan is None
+        far = self.job.options.replan is None
         last = self.variants.last.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
         self.heads[sizes] = _head(self._asked(sizes), last, fresh=self.fresh)
@@ -174,7 +184,7 @@ class Calls:
         every = set(map(int, meet("the choice of a variant", str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
-            check_arguments(self.inputs, args)
+            check_arguments(self.job.named_inputs, args)
             self.drift.settle(args)
         number = agreed or self._new(sizes, args)
         self.variants.last[sizes] = number
@@ -202,7 +212,7 @@ class Calls:
 
     def _refuse_others(self, sizes: Sizes) -> None:
         """Raise RankMismatchError, on all ranks, since they call different programs."""
-        names = [self.inputs[i].name for i in self.fed.tensors]
+        names = [self.job.named_inputs[i].name for i in self.fed.tensors]
         shapes = zip(names, map(list, sizes.shapes), strict=True)
         lines = [f"{name}: {shape}" for name, shape in shapes]
         text, what = "\n".join([*lines, self.text]), "the program they call"
@@ -219,10 +229,10 @@ class Calls:
         if one fails all do: Dynamo forgets the graph then, so that the next call reads
         options again."""
         try:
-            if self.ranks.world is None:  # places compile separately
-                measure_first(self.options)
+            if self.job.ranks.world is None:  # places compile separately
+                measure_first(self.job.options)
             with presence.works(f"compiles {self.what}"):
-                run, range_ = self.compiler.for_sizes(args)
+                run, range_ = self._open(args) or (self._fixed(args), None)
         except FxparError:
             torch.compiler.reset()
             raise
@@ -233,6 +243,76 @@ class Calls:
             self.variants.ranges[number] = range_
             self.variants.planned_for[sizes] = number
         return number
+
+    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
+        """Return a variant that leaves sizes open, and the sizes that it holds for: an
+        existing one if it holds for these sizes and its plan stands, else a new one.
+        None if sizes are to be fixed."""
+        # Open in Dynamo, not closed here, and above 1.
+        open_ = [x for x in self.sizes if x.name not in self.variants.closed]
+        sizes = [x for x in open_ if x.of(args) > 1]
+        if not self.opens and sizes:
+            self.variants.refused = "what is asked for takes sizes that are known"
+        if not sizes or not self.opens or self.variants.refusals == _MOST_REFUSALS:
+            return None
+        mesh, replan = self.job.ranks.mesh, self.job.options.replan
+        parts = mesh.count(batch_axes(mesh))
+        units = {
+            size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
+        }
+        plan = rival = None
+        held = self.variants.in_range(self.fed.sizes(args))
+        if held and replan is not None:
+            rival = self.variants.ranges[held].plan
+        while True:
+            try:
+                return self._opened(args, sizes, units, plan, rival)
+            except PlanStands:
+                return self.variants.run[held], self.variants.ranges[held]
+            except OpenSizesRefused as error:
+                if held and replan is not None:
+                    return self.variants.run[held], self.variants.ranges[held]
+                self.variants.refused = str(error)
+                self.variants.refusals += 1
+                return None
+            except DivisorsAsked as asked:
+                plan, rival = asked.plan, None
+                for name, divisor in asked.divisors.items():
+                    units[name] = units.get(name, 1) * divisor
+
+    def _opened(
+        self,
+        args: Sequence[Any],
+        sizes: Sequence[OpenSize],
+        units: Mapping[str, int],
+        plan: Plan | None,
+        rival: Plan | None,
+    ) -> tuple[Callable[..., Any], SizeRange]:
+        """Compile a variant with ``sizes`` open, as multiples of ``units``, by ``plan``
+        if given. Raises PlanStands if ``rival`` is not to be replaced."""
+        gm = _torch.dynamo.copy_graph(self.gm)
+        several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
+        if not several:
+            raise OpenSizesRefused(f"{sizes[0].text} is one row of each rank")
+        sizes = several
+        named_inputs = self.job.named_inputs
+        opened = open_program(gm, args, named_inputs, self.fed, sizes, units)
+        job = replace(self.job, named_inputs=opened.inputs, open=opened)
+        job = replace(job, recalled=plan, rival=rival)
+        run = self.compile(job, opened.graph, opened.examples)
+        self.variants.closed |= {size.name for size in run.sizes.fixed}
+        self.variants.refused = ""
+        size_range = replace(run.sizes, plan=run.plan)
+        return opened.caller(run, run.sizes.written), size_range
+
+    def _fixed(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """Return a variant for the sizes of these arguments alone."""
+        gm = _torch.dynamo.copy_graph(self.gm)
+        refused = self.variants.refused
+        notes = (f"sizes are fixed: {refused}",) if refused else ()
+        run = self.compile(replace(self.job, notes=notes), gm, list(args))
+        strides = {i: args[i].stride() for i in self.fed.tensors if is_strided(args[i])}
+        return for_any_strides(run, strides, getattr(run, "written", ()))
 
 
 def meet_first(options: Options, ranks: Ranks, what: str) -> None:

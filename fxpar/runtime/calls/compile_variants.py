@@ -1,41 +1,31 @@
-"""Compiles variants of a graph: for sizes that stay open, or for one call's sizes.
+"""Holds what is asked of a compilation (``CompileJob``), and what was compiled so far
+of a graph (``Variants``), for sizes that stay open or for one call's sizes.
 
-In: a Dynamo graph with its arguments, of the same sizes on all ranks, and a
-``CompileJob`` for each variant. Out: a compiled callable, and a record of the variants
-so far (``Variants``). Dynamo traces code again for a tensor with other strides (columns
-of a larger one, as ``ids[:, :-1]``), and gives the same program: inputs with other
-strides than it was compiled for are copied, and what it writes to a copy is written
-back. All ranks come here in the same order. Never: a meeting with other ranks that this
-module starts.
+Dynamo traces code again for a tensor with other strides (columns of a larger one, as
+``ids[:, :-1]``), and gives the same program: inputs with other strides than it was
+compiled for are copied, and what it writes to a copy is written back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from fxpar import _torch
 from fxpar.config import Options
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.call_sizes import Fed, Sizes
+from fxpar.runtime.calls.call_sizes import Sizes
 from fxpar.runtime.calls.open_sizes import (
-    DivisorsAsked,
     OpenProgram,
-    OpenSize,
-    OpenSizesRefused,
-    PlanStands,
     SizeRange,
-    open_program,
 )
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 Strides = tuple[int, ...]
@@ -87,9 +77,6 @@ def _copied(x: torch.Tensor, stride: Strides) -> torch.Tensor:
 # Sizes that differ by this factor may be better off with another plan.
 TWICE = 2.0
 
-# After so many failures to leave sizes open, all sizes are fixed.
-MOST_REFUSALS = 2
-
 
 @dataclass(frozen=True)
 class CompileJob:
@@ -135,7 +122,7 @@ class Variants:
     ranges: dict[int, SizeRange] = field(default_factory=dict)
     # Why the last variant with open sizes could not be made; "" if it could.
     refused: str = ""
-    # How many of those could not be made; MOST_REFUSALS end the attempts.
+    # How many of those could not be made; two end the attempts.
     refusals: int = 0
     # Names of sizes that could not be left open.
     closed: set[str] = field(default_factory=set)
@@ -160,106 +147,6 @@ class Variants:
         ]
         apart, number = min(distances, default=(math.inf, 0))
         return number if far or apart < TWICE else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariantCompiler:
-    """Compiles a Dynamo graph for the sizes of a call."""
-
-    # The graph as Dynamo gave it.
-    gm: fx.GraphModule
-    # What is asked of each variant.
-    job: CompileJob
-    # Which inputs ranks feed, and their sizes.
-    fed: Fed
-    # Sizes that Dynamo keeps open.
-    sizes: Sequence[OpenSize]
-    # Whether any size may be left open.
-    opens: bool
-    # Compiles a graph as a job says.
-    compile: CompileGraph
-    # Variants so far; ``for_sizes`` updates it.
-    variants: Variants
-
-    def for_sizes(
-        self, args: Sequence[Any]
-    ) -> tuple[Callable[..., Any], SizeRange | None]:
-        """Return a variant for the sizes of these arguments, and the sizes that it
-        holds for, None if it leaves none open."""
-        return self._open(args) or (self._fixed(args), None)
-
-    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
-        """Return a variant that leaves sizes open, and the sizes that it holds for: an
-        existing one if it holds for these sizes and its plan stands, else a new one.
-        None if sizes are to be fixed."""
-        sizes = self._to_open(args)
-        if not self.opens and sizes:
-            self.variants.refused = "what is asked for takes sizes that are known"
-        if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
-            return None
-        mesh, replan = self.job.ranks.mesh, self.job.options.replan
-        parts = mesh.count(batch_axes(mesh))
-        units = {
-            size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
-        }
-        plan = rival = None
-        held = self.variants.in_range(self.fed.sizes(args))
-        if held and replan is not None:
-            rival = self.variants.ranges[held].plan
-        while True:
-            try:
-                return self._opened(args, sizes, units, plan, rival)
-            except PlanStands:
-                return self.variants.run[held], self.variants.ranges[held]
-            except OpenSizesRefused as error:
-                if held and replan is not None:
-                    return self.variants.run[held], self.variants.ranges[held]
-                self.variants.refused = str(error)
-                self.variants.refusals += 1
-                return None
-            except DivisorsAsked as asked:
-                plan, rival = asked.plan, None
-                for name, divisor in asked.divisors.items():
-                    units[name] = units.get(name, 1) * divisor
-
-    def _opened(
-        self,
-        args: Sequence[Any],
-        sizes: Sequence[OpenSize],
-        units: Mapping[str, int],
-        plan: Plan | None,
-        rival: Plan | None,
-    ) -> tuple[Callable[..., Any], SizeRange]:
-        """Compile a variant with ``sizes`` open, as multiples of ``units``, by ``plan``
-        if given. Raises PlanStands if ``rival`` is not to be replaced."""
-        gm = _torch.dynamo.copy_graph(self.gm)
-        several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
-        if not several:
-            raise OpenSizesRefused(f"{sizes[0].text} is one row of each rank")
-        sizes = several
-        named_inputs = self.job.named_inputs
-        opened = open_program(gm, args, named_inputs, self.fed, sizes, units)
-        job = replace(self.job, named_inputs=opened.inputs, open=opened)
-        job = replace(job, recalled=plan, rival=rival)
-        run = self.compile(job, opened.graph, opened.examples)
-        self.variants.closed |= {size.name for size in run.sizes.fixed}
-        self.variants.refused = ""
-        size_range = replace(run.sizes, plan=run.plan)
-        return opened.caller(run, run.sizes.written), size_range
-
-    def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
-        """Return the sizes to leave open: above 1, open in Dynamo, and not closed."""
-        sizes = [x for x in self.sizes if x.name not in self.variants.closed]
-        return [x for x in sizes if x.of(args) > 1]
-
-    def _fixed(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a variant for the sizes of these arguments alone."""
-        gm = _torch.dynamo.copy_graph(self.gm)
-        refused = self.variants.refused
-        notes = (f"sizes are fixed: {refused}",) if refused else ()
-        run = self.compile(replace(self.job, notes=notes), gm, list(args))
-        strides = {i: args[i].stride() for i in self.fed.tensors if is_strided(args[i])}
-        return for_any_strides(run, strides, getattr(run, "written", ()))
 
 
 def is_strided(x: Any) -> bool:

@@ -235,18 +235,13 @@ def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
     for *_, x in fed:
         broadcast(x)
     kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
-    _warn(
-        f"{' and '.join(kinds)} differ between ranks, taken from rank "
-        f"{worlds.global_rank(0)}: "
-        f"{listed(name for name, *_ in fed)}",
-        fix,
-    )
-
-
-def _warn(what: str, fix: str) -> None:
-    """Warn once, on the rank that leads."""
     if consensus.leads():
-        warn(what, fix=fix)
+        warn(
+            f"{' and '.join(kinds)} differ between ranks, taken from rank "
+            f"{worlds.global_rank(0)}: "
+            f"{listed(name for name, *_ in fed)}",
+            fix=fix,
+        )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -157,7 +157,7 @@ class Bucket:
         for memory in self.memories:
             if memory.is_free():
                 return memory
-        sizes = [_numel(shape) for shape, _ in self.shapes]
+        sizes = [torch.Size(shape).numel() for shape, _ in self.shapes]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         starts = accumulate(sizes, initial=0)
         slots = [
@@ -172,10 +172,6 @@ class Bucket:
         """Free the memory once all parameters are gone on this rank."""
         if all(member.ref() is None for member in self.members):
             self.memories.clear()
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def parted(parameters: Sequence[Watched], *, first: bool) -> Iterator[Bucket]:

@@ -100,14 +100,14 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
     """
     request, mesh = state.request, state.decided.mesh
     recalled, after = state.plan_with_schedule, graph
-    state.unscheduled = graph if request.tune else None
+    state.unscheduled = graph if request.options.tune else None
     if request.pipeline is not None:
         return graph
-    if request.schedule == "auto" and recalled is None:
+    if request.options.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return graph
         hardware = request.hardware.at_speed(mesh.slowest)
-        keep = request.keep_gathered
+        keep = not request.options.reshard_after_forward
         if state.open:
             hinted = size_nodes.at_hints(graph, state.fake_mode)
             chosen = choose_or_warn(
@@ -123,7 +123,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
             state.others, state.run = tuple(map(str, chosen.others)), chosen.run
             after = chosen.graph
     else:
-        text = "" if request.schedule == "none" else request.schedule
+        text = "" if request.options.schedule == "none" else request.options.schedule
         if recalled is not None and text == "auto":
             text, state.near = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
@@ -156,7 +156,7 @@ def lower(graph: fx.Graph, state: JointState) -> fx.Graph:
 def regather(graph: fx.Graph, state: JointState) -> None:
     """Tag what the forward saves, and what the backward computes or gathers again."""
     forward_backward.save_of_stages(graph)
-    if not state.request.keep_gathered:
+    if state.request.options.reshard_after_forward:
         forward_backward.regather(graph)
     if not state.decided.is_even or state.request.manual is not None:
         forward_backward.save_alike(graph)
@@ -190,22 +190,22 @@ def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
     request, which = state.request, state.which
     if state.mesh is None:
         return  # nothing was planned
-    folder = f"{request.dump}/{state.label}" if request.dump else None
-    beyond_schedule = request.fuse != "none" and state.even
+    folder = f"{request.options.dump}/{state.label}" if request.options.dump else None
+    beyond_schedule = request.options.fuse != "none" and state.even
     values = [n.meta.get("val") for n in graph.find_nodes(op="placeholder")]
     device = device_of([x for x in values if isinstance(x, torch.Tensor)])
-    kernels = request.fuse in ("none", "triton")
+    kernels = request.options.fuse in ("none", "triton")
     facts = cache(partial(_facts, state.mesh, kernels, device))
     fused = fuse_graph(
         graph,
         facts_of=facts,
         dump=folder,
         beyond_schedule=beyond_schedule,
-        tune=request.tune,
+        tune=request.options.tune,
     )
     state.regions += [f"{which}: {text}" for text in fused.lines]
     if request.leads and (beyond_schedule or fused.programs or fused.unfused):
-        say(fused, f"{request.name}/{which}", request.debug)
+        say(fused, f"{request.name}/{which}", request.options.debug)
 
 
 def outline_repeated(graph: fx.Graph, state: PhaseState) -> None:

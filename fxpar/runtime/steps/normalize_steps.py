@@ -139,7 +139,7 @@ def place_experts(graph: fx.Graph, state: JointState) -> None:
             )
         return 1 if experts % count else count
 
-    room = state.request.expert_room or 0.0
+    room = state.request.options.expert_room or 0.0
     ways = ExpertWays(
         groups,
         room,
@@ -169,7 +169,7 @@ def _sent(
 ) -> SentRows | None:
     """Return how rows are sent to groups of experts, where that takes less time than to
     gather the tokens, or is asked for; None if the tokens are gathered."""
-    mesh, exchange = request.mesh, request.expert_exchange
+    mesh, exchange = request.mesh, request.options.expert_exchange
     tokens, axes = shape_of(key)[0] // copies, request.expert_axes
     parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
     if exchange == "gather" or tokens % parts or sequence_axes(mesh):
@@ -202,7 +202,7 @@ def _fastest_exchange(
     Exact numbers of rows are for hosts that compute: the hardware is named, or the
     program runs here.
     """
-    mesh, room, axes = request.mesh, request.expert_room, request.expert_axes
+    mesh, room, axes = request.mesh, request.options.expert_room, request.expert_axes
     named, runs = request.named_hardware, request.rank is not None
     hardware = named or lookup("cpu" if may_be_exact and runs else UNNAMED)
     priced, part_bytes = hardware.on(mesh), tokens // parts * nbytes
@@ -234,7 +234,7 @@ def _across(
     each rank gathers the weights of all experts. Adds to ``sent`` how many rows a rank
     would send."""
     axes, manual = manual_expert_axes(request.manual), request.manual
-    if manual is None or not axes or request.expert_exchange == "gather":
+    if manual is None or not axes or request.options.expert_exchange == "gather":
         return None
     one_part = parts_of(request) == 1 and request.pipeline is None
     if not one_part or sequence_axes(request.mesh):
@@ -247,8 +247,8 @@ def _across(
     if not sent[key]:
         return None
     on_host = key.meta["val"].device.type == "cpu"
-    exact = on_host and request.expert_exchange != "all_to_all"
-    share = 0.0 if exact else request.expert_room or 0.0
+    exact = on_host and request.options.expert_exchange != "all_to_all"
+    share = 0.0 if exact else request.options.expert_room or 0.0
     ways = SentRows(1, exact, axes, manual.axes, request.sent_room or 0)
     return Across(ways, groups, share, means)
 

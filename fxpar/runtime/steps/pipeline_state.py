@@ -49,6 +49,11 @@ class PipelineState:
         return self.request.label
 
     @property
+    def inductor(self) -> bool:
+        """Return whether the graph goes to Inductor."""
+        return self.request.options.codegen == "inductor"
+
+    @property
     def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
         """Return the specs of the results of nodes, empty before they are decided."""
         return {}
@@ -146,8 +151,6 @@ class RankState(PipelineState):
     fake_mode: Any
     # The rank, and its process groups.
     ranks: Ranks
-    # The graph goes to Inductor.
-    inductor: bool
     # The rank's coordinates are looked up when the graph runs.
     at_run_time: bool
     # The last results of the graph, which are written to inputs.
@@ -167,8 +170,6 @@ class PhaseState(PipelineState, PhaseGraph):
     # Whether all shards have equal shapes; if not, only regions of the schedule are
     # fused.
     even: bool = True
-    # The graph goes to Inductor.
-    inductor: bool = False
     # Names of the parameters sharded by fxpar.shard that the program reads.
     at_rest: tuple[str, ...] = ()
     # Results of a backward that a reducer takes where they are made: by position, the

@@ -64,15 +64,14 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     if isinstance(mode, Plan):
         whole = mode
         state.recalled = state.plan_with_schedule = _as_planned(mode, request)
-    elif _is_kept(state):
-        assert isinstance(mode, SearchOptions)
+    elif request.cached and plan_store.allowed() and isinstance(mode, SearchOptions):
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:
             whole, schedule_chosen = stored
             state.recalled = _as_planned(whole, request)
             state.plan_with_schedule = (
-                state.recalled if schedule_chosen and not request.tune else None
+                state.recalled if schedule_chosen and not request.options.tune else None
             )
             note = state.recalled.notes[-1]
             log.info("a stored plan is used, nothing is searched: %s", note)
@@ -111,12 +110,6 @@ def _on(state: JointState, mesh: Mesh) -> Request:
     return state.request
 
 
-def _is_kept(state: JointState) -> bool:
-    """Return whether its plan is looked for on disk."""
-    allowed = state.request.cached and plan_store.allowed()
-    return allowed and isinstance(state.request.mode, SearchOptions)
-
-
 def _searchable(request: Request) -> Request:
     """Return the request, set to propagate if its mesh has too many axes to search."""
     if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
@@ -134,18 +127,18 @@ def _program(state: JointState) -> Program:
     program = read(_at_hints(state), state.request.laid)
     if state.request.pipeline is not None:
         return split_evenly(program)
-    return replace(program, balances=_chooses_verbs(state))
-
-
-def _chooses_verbs(state: JointState) -> bool:
-    """Return whether a schedule will be chosen, verbs included (``apply_schedule``)."""
-    return _chooses_schedule(state.request) and not state.open
+    chooses_verbs = _chooses_schedule(state.request) and not state.open
+    return replace(program, balances=chooses_verbs)
 
 
 def _chooses_schedule(request: Request) -> bool:
     """Return whether a schedule will be chosen (``apply_schedule``)."""
-    left_out = "schedule" in request.disable
-    return request.schedule == "auto" and request.hardware is not None and not left_out
+    left_out = "schedule" in request.options.disable
+    return (
+        request.options.schedule == "auto"
+        and request.hardware is not None
+        and not left_out
+    )
 
 
 def expand_moments(graph: fx.Graph, state: JointState) -> None:
@@ -215,7 +208,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
     decision = state.decided
-    report_unknown(decision.program, decision.mesh, request.strict)
+    report_unknown(decision.program, decision.mesh, request.options.strict)
     check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
     for rival in () if state.open_shares else decision.rivals:
@@ -242,7 +235,7 @@ def _forget_recalled(state: JointState) -> None:
     state.request = state.request_before
     state.program = _program(state)
     for step in (join_pool_gradients, expand_moments):
-        if step.__name__ not in state.request.disable:
+        if step.__name__ not in state.request.options.disable:
             step(state.graph, state)
 
 
@@ -292,7 +285,7 @@ def _room(request: Request) -> int | None:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """Return the bytes that a rank holds at the peak, by kind, and notes: where they
     are not known, there are none, and a note says why."""
-    settings, disable = state.schedule.settings, state.request.disable
+    settings, disable = state.schedule.settings, state.request.options.disable
     pipeline, peaks, run = state.request.pipeline, [], state.run
     signature = state.decided.program.signature
     if (
@@ -320,5 +313,5 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Save a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        chosen = _chooses_schedule(state.request) and not state.request.tune
+        chosen = _chooses_schedule(state.request) and not state.request.options.tune
         plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)

@@ -101,7 +101,7 @@ def _no_stages(state: JointState, what: str) -> str:
 
 def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
     """Raise PlanError that names a value with uneven shards, if there is one."""
-    uneven = decision.first_uneven()
+    uneven = decision.first_uneven
     if uneven is None:
         return
     value, spec = uneven
@@ -118,7 +118,7 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
 
 def _refuse_schedule(request: Request) -> None:
     """Raise ScheduleError if a schedule of compute and collectives is given."""
-    if request.schedule not in ("auto", "none"):
+    if request.options.schedule not in ("auto", "none"):
         raise ScheduleError(
             "a schedule of compute and collectives is for programs without stages",
             fix="leave the schedule out, or the axis of stages",

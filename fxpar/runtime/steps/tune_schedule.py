@@ -90,19 +90,15 @@ def fastest(
             f"no schedule of {name} could be measured: {dropped[min(dropped)]}",
             fix="leave out tune, and see that rank's error",
         )
-    best = _fastest(seconds)
+    best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
+    if seconds[best] > (1 - LEAST) * seconds[predicted]:
+        best = predicted
     notes = [
         f"tune: schedule {i + 1} of {len(schedules)}, {shorten(schedules[i], 160)!r}, "
         f"is left out: {why}"
         for i, why in dropped.items()
     ]
     return best, [*notes, _table(seconds, best)]
-
-
-def _fastest(seconds: Mapping[int, float]) -> int:
-    """Return the fastest if it is faster by ``LEAST``, else the predicted best."""
-    best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
-    return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
 
 
 NOTHING = (

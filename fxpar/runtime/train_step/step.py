@@ -416,7 +416,8 @@ class _Stage:
                 write(optimizer, slot, self._new(slot, shape, x, slot_values.get(slot)))
             for slot, value in step.fixed.items():
                 write(optimizer, slot, value)
-        _as_after_a_step(optimizer)
+        # Schedulers see that ``optimizer.step()`` was called, and hooks run.
+        _torch.objects.after_step(optimizer)
 
     def _new(
         self, slot: Slot, shape: Sequence[int], x: torch.Tensor, before: Any
@@ -447,9 +448,3 @@ def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
 def _part(x: Any) -> Any:
     """Return this rank's part of a DTensor; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _as_after_a_step(optimizer: Any) -> None:
-    """Do what ``optimizer.step()`` does in addition to computing: schedulers see that
-    it was called, and hooks run."""
-    _torch.objects.after_step(optimizer)

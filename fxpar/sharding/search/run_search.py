@@ -177,7 +177,9 @@ def search(
             problem=replace(formulation.problem, tied=ties(formulation, tied)),
         )
         built = time.perf_counter() - begun
-        work_clock.did(_pricing(formulation.problem))
+        problem = formulation.problem
+        entries = sum(table.size for table in problem.tables)
+        work_clock.did(_NODE * len(problem.costs) + _ENTRY * entries)
     else:
         formulation, built = before.formulation, before.built
     try:
@@ -229,12 +231,6 @@ def begun_from(
         settled=tuple(settled),
         solution=solution,
     )
-
-
-def _pricing(problem: Problem) -> float:
-    """Return the seconds of work of making the problem."""
-    entries = sum(table.size for table in problem.tables)
-    return _NODE * len(problem.costs) + _ENTRY * entries
 
 
 # Problems with at most this many strategies count as small.
