@@ -278,6 +278,8 @@ def give_outputs(graph: fx.Graph, build: Builder) -> None:
 
 
 Run = Callable[[fx.Graph, Any], fx.Graph | None]
+# (names of the ops of a graph, without overloads; context) -> whether a step runs.
+When = Callable[[Collection[str], Any], bool]
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,8 @@ class Pass:
     # The stage that the graph is in after it, by its name in the docs; "" where
     # another step ends the stage.
     stage: str = ""
+    # Whether it has anything to do, which is asked when its turn comes; None: always.
+    when: When | None = None
 
 
 def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:
