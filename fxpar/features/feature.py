@@ -32,8 +32,8 @@ class Feature:
 
 def has(ops: str) -> When:
     """Return whether a graph calls one of ``ops``: names without overloads."""
-    wanted = frozenset(ops.split())
-    return lambda names, _: not wanted.isdisjoint(names)
+    looked_for = frozenset(ops.split())
+    return lambda names, _: not looked_for.isdisjoint(names)
 
 
 def steps_of(module: str) -> Callable[..., Pass]:
