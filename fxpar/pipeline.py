@@ -82,7 +82,13 @@ def _place(name: str) -> int:
 JOINT = with_features(
     "traced",
     (
-        Pass("random_by_index", of_build(normalize.random_by_index)),
+        Pass(
+            "random_by_index",
+            of_build(normalize.random_by_index),
+            when=has(
+                "prims.inductor_seeds prims.inductor_random prims.inductor_randint"
+            ),
+        ),
         Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
         Pass("keep_batch_apart", normalize_steps.split_batch),
         Pass("split_fused_projections", of_build(normalize.split_fused_projections)),

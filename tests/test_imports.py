@@ -44,6 +44,8 @@ LEVELS = [
     {"passes"},
     {"fusion"},
     {"runtime", "explain"},
+    # Each registers itself in the list of steps and in tables of the core.
+    {"features"},
     {"pipeline"},
     {"choose_plan"},
     # Plans to find where parameters rest.

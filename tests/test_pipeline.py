@@ -19,7 +19,7 @@ from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.order_collectives import DELAY, ORDER
-from fxpar.pipeline import JOINT, PHASE, STEPS
+from fxpar.pipeline import PHASE, STEPS
 from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -32,11 +32,12 @@ from tests.helpers.machines import machine
 
 MESH = Mesh.parse("dp=2")
 # The steps that run for ``layers``: those of features are left out.
-DENSE = """
-    random_by_index undo_views_around_matmul keep_batch_apart split_fused_projections
-    clone_constants drop_dead look_up_plan expand_moments plan insert_reshards localize
-    schedule lower sink_waits reshard_after_forward describe keep_plan
-""".split()
+DENSE = [
+    *("undo_views_around_matmul", "keep_batch_apart", "split_fused_projections"),
+    *("clone_constants", "drop_dead", "look_up_plan", "expand_moments", "plan"),
+    *("insert_reshards", "localize", "schedule", "lower", "sink_waits"),
+    *("reshard_after_forward", "describe", "keep_plan"),
+]
 EAGER_PHASE = [*(row.name for row in ORDER), "fuse_regions", "delay"]
 
 

@@ -1,5 +1,7 @@
 """Lists the features; each is a folder that says what it adds (``feature``)."""
 
+from importlib import import_module
+
 from fxpar.features import (
     experts,
     regions,
@@ -17,3 +19,10 @@ FEATURES = (
     stages.FEATURE,
     experts.FEATURE,
 )
+
+
+def register_ops() -> None:
+    """Register the ops of all features, for compiled code from an earlier start."""
+    for feature in FEATURES:
+        for module in feature.ops:
+            import_module(module)

@@ -28,6 +28,8 @@ class Feature:
     name: str
     # A step, or the stage that a list begins with -> the rows right after it.
     rows: Mapping[str, Sequence[Pass]]
+    # Modules that register the ops which compiled code of it calls.
+    ops: Sequence[str] = ()
 
 
 def has(ops: str) -> When:

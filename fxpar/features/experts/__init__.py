@@ -26,4 +26,5 @@ FEATURE = Feature(
         ],
         "copy_together": [_step("compute_first_rows", _is_local)],
     },
+    ops=[f"{__name__}.expert_ops"],
 )

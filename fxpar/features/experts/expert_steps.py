@@ -12,19 +12,19 @@ from functools import partial
 import torch
 from torch import fx
 
-from fxpar.graph.builder import shape_of
-from fxpar.passes.experts import (
+from fxpar.features.experts import (
     exact_exchange,
     first_rows,
     local_experts,
     normalize_experts,
     normalize_fused_experts,
 )
-from fxpar.passes.experts import keep_sorted as sorting
-from fxpar.passes.experts.across_places import manual_expert_axes, means_of_experts
-from fxpar.passes.experts.expert_ops import room_of
-from fxpar.passes.experts.group_rows import SentRows
-from fxpar.passes.experts.normalize_experts import Across, ExpertWays
+from fxpar.features.experts import keep_sorted as sorting
+from fxpar.features.experts.across_places import means_of_experts
+from fxpar.features.experts.expert_ops import room_of
+from fxpar.features.experts.group_rows import SentRows
+from fxpar.features.experts.normalize_experts import Across, ExpertWays
+from fxpar.graph.builder import shape_of
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.plan_steps import parts_of
@@ -151,7 +151,8 @@ def _across(
     """Return how rows are sent to experts that are stored over manual axes; None if
     each rank gathers the weights of all experts. Adds to ``sent`` how many rows a rank
     would send."""
-    axes, manual = manual_expert_axes(request.manual), request.manual
+    manual = request.manual
+    axes = manual.expert_axes if manual is not None else ()
     if manual is None or not axes or request.expert_exchange == "gather":
         return None
     one_part = parts_of(request) == 1 and request.pipeline is None

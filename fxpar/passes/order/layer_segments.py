@@ -28,7 +28,6 @@ from fxpar.layers import (
     rows_of_layers,
     with_reads,
 )
-from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
@@ -90,6 +89,15 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
             for at in _matches(labels, ends, labels[whole], outlined):
                 if not any(_parts(at, *pair) for pair in places):
                     yield _segment(nodes[at], labels[at])
+
+
+# In ``meta["custom"]``, which all passes keep: none of its rows after the last is read.
+FIRST_ROWS = "fxpar_first_rows"
+
+
+def is_of_first_rows(node: fx.Node) -> bool:
+    """Return whether a value is marked as one of which only first rows are read."""
+    return FIRST_ROWS in (node.meta.get("custom") or {})
 
 
 def fits(node: fx.Node) -> bool:

@@ -27,8 +27,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.fake import depends_on_data
 from fxpar.errors import PlanError
+from fxpar.graph import exact_ops
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
-from fxpar.passes.experts import exact_ops
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
