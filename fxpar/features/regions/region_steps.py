@@ -11,7 +11,6 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.graph import graph_bodies
-from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.regions import manual_regions
 from fxpar.passes.regions.region_ops import EDGES
 from fxpar.passes.simulate.loop_steps import count_steps
@@ -38,11 +37,6 @@ def absorb_regions(graph: fx.Graph, state: JointState) -> None:
         bodies=request.bodies,
         is_open=bool(request.meshes),
     )
-
-
-def refuse_body_draws(graph: fx.Graph, _: JointState) -> None:
-    """Raise PlanError if a body draws from the generator."""
-    refuse_draws(graph)
 
 
 def count_loop_steps(graph: fx.Graph, state: JointState) -> None:
