@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpar.passes.attention import normalize_masks
-from fxpar.passes.local.softmax_pairs import exchange_pairs
+from fxpar.features.sequences import normalize_masks
+from fxpar.features.sequences.softmax_pairs import exchange_pairs
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError, compose
+from fxpar.features.stages.assign_stages import StageCosts, assign_stages
 from fxpar.graph.builder import PART
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.stages.assign_stages import StageCosts, assign_stages
 from fxpar.passes.stages.lay_out_stages import is_laid_out, lay_out_stages
 from fxpar.passes.stages.microbatches import cut_microbatches
 from fxpar.passes.stages.program_at_place import program_at

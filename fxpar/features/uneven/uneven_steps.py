@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpar.passes.local import share_exchanges as exchanges
-from fxpar.passes.normalize import (
+from fxpar.features.uneven import (
     backward_scans,
     interleaved_rows,
     joint_cuts,
@@ -17,7 +16,8 @@ from fxpar.passes.normalize import (
     repeated_rows,
     rows_in_turn,
 )
-from fxpar.passes.order import rejoin_rows as rejoining
+from fxpar.features.uneven import rejoin_rows as rejoining
+from fxpar.passes.local import share_exchanges as exchanges
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState, RankState
 from fxpar.sharding import shard_sizes
