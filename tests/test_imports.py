@@ -70,6 +70,40 @@ LAZY = {
     "sharding/plan.py": "explain",
 }
 
+# Folders that belong to features, which the core imports no file of.
+ROOMS = {
+    *("features/experts", "features/regions", "features/sequences", "features/stages"),
+    *("features/uneven", "features/unlike_devices", "passes/attention"),
+    *("passes/regions", "passes/stages", "runtime/at_rest", "runtime/train_step"),
+}
+# The list of features, which names them.
+FEATURES = "features/__init__.py"
+
+# Files of the core that import a room even so. This list gets shorter, not longer.
+TIES = {
+    ("choose_plan.py", "features/experts"),
+    ("fusion/memory_order.py", "passes/attention"),
+    ("fusion/verbs/balance.py", "passes/attention"),
+    ("fusion/verbs/flex_ring.py", "passes/attention"),
+    ("fusion/verbs/ring_attention.py", "passes/attention"),
+    ("passes/local/local_ops.py", "passes/attention"),
+    ("backend.py", "passes/regions"),
+    ("choose_plan.py", "passes/regions"),
+    ("runtime/calls/compiled_graph.py", "passes/regions"),
+    ("runtime/shard_map.py", "passes/regions"),
+    ("compilation.py", "passes/stages"),
+    ("passes/order/layer_segments.py", "passes/stages"),
+    ("passes/simulate/lockstep.py", "passes/stages"),
+    ("passes/simulate/simulate_pipeline.py", "passes/stages"),
+    ("runtime/steps/plan_steps.py", "passes/stages"),
+    ("__init__.py", "runtime/at_rest"),
+    ("backend.py", "runtime/at_rest"),
+    ("runtime/calls/compiled_graph.py", "runtime/at_rest"),
+    ("runtime/calls/outside_graphs.py", "runtime/at_rest"),
+    ("backend.py", "runtime/train_step"),
+    ("compilation.py", "runtime/train_step"),
+}
+
 # Parts that are pure planning and rewriting: no process group, ever.
 RANKLESS = ALGEBRA | {
     "errors",
@@ -214,6 +248,25 @@ def upward_imports(path: Path) -> Iterator[str]:
 def test_imports_point_one_way() -> None:
     upward = [line for path in FILES for line in upward_imports(path)]
     assert not upward, "\n".join(upward)
+
+
+def room(place: str) -> str | None:
+    """The room that a path below ``fxpar`` is in; None for the core."""
+    return next((x for x in ROOMS if place.startswith(f"{x}/")), None)
+
+
+def ties(path: Path) -> Iterator[tuple[str, str]]:
+    """(file of the core, room that it imports from)."""
+    if room(name(path)) or name(path) == FEATURES:
+        return
+    for dotted, *_ in imports(path):
+        there = room("/".join(dotted.split(".")[1:]) + "/")
+        if there:
+            yield name(path), there
+
+
+def test_the_core_imports_no_feature() -> None:
+    assert {tie for path in FILES for tie in ties(path)} == TIES
 
 
 def test_private_torch_names_only_in_one_place() -> None:

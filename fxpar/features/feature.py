@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpar._torch.inductor import OpOverload
 from fxpar.passes.order.order_collectives import Pass, When
+from fxpar.sharding.op_facts import name_of
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,11 @@ def with_features(
     return tuple(merged)
 
 
-def name_of(target: Any) -> str:
-    """Return the name of what a node calls, of an op without its overload."""
-    if isinstance(target, OpOverload):
-        return str(target).rpartition(".")[0]
-    return getattr(target, "__name__", str(target))
-
-
 def names_of_ops(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of what a graph calls, and the kinds of its other nodes."""
+    """Return the names of what a graph calls, of ops without overloads, and the kinds
+    of its other nodes."""
     targets = {n.target if n.op == "call_function" else n.op for n in graph.nodes}
-    return frozenset(x if isinstance(x, str) else name_of(x) for x in targets)
+    return frozenset(
+        x if isinstance(x, str) else name_of(x) or getattr(x, "__name__", "")
+        for x in targets
+    )

@@ -30,8 +30,8 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
+from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
-from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.regions.check_regions import FUNCTIONAL
 from fxpar.runtime.ranks.groups import join
 from fxpar.runtime.tracing import raised_at, users_line

@@ -11,8 +11,8 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.graph import graph_bodies
+from fxpar.graph.region_ops import EDGES
 from fxpar.passes.regions import manual_regions
-from fxpar.passes.regions.region_ops import EDGES
 from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.runtime.steps.pipeline_state import JointState
 

@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import register_lowering
+from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.joinable_collectives import (
@@ -34,9 +35,8 @@ from fxpar.passes.order.small_collectives import (
     start_first,
     wait_last,
 )
-from fxpar.passes.stages.pipeline_ops import MESSAGES
-from fxpar.passes.stages.stage_kinds import is_random
 from fxpar.sharding.cost.collectives import FULL
+from fxpar.sharding.op_facts import is_random
 
 ours = torch.ops.fxpar
 
