@@ -17,6 +17,7 @@ import fxpar
 from fxpar import pipeline
 from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
+from fxpar.features import FEATURES
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.order_collectives import DELAY, ORDER
 from fxpar.pipeline import PHASE, STEPS
@@ -76,6 +77,12 @@ def test_a_request_pickles() -> None:
     plan = fxpar.plan(torch.relu, torch.ones(4), mesh=MESH, mode="propagate")
     of_plan = replace(request, mode=Plan.from_dict(plan.to_record()))
     assert pickle.loads(pickle.dumps(of_plan)).mode.hash == plan.hash
+
+
+def test_rows_of_features_are_in_the_list() -> None:
+    for feature in FEATURES:
+        rows = [row for rows in feature.rows.values() for row in rows]
+        assert [sum(row is step for step in STEPS) for row in rows] == [1] * len(rows)
 
 
 def test_a_prediction_runs_the_steps_of_a_phase() -> None:
