@@ -82,7 +82,6 @@ FEATURES = "features/__init__.py"
 # Files of the core that import a room even so. This list gets shorter, not longer.
 TIES = {
     ("choose_plan.py", "features/experts"),
-    ("fusion/memory_order.py", "passes/attention"),
     ("fusion/verbs/balance.py", "passes/attention"),
     ("fusion/verbs/flex_ring.py", "passes/attention"),
     ("fusion/verbs/ring_attention.py", "passes/attention"),
@@ -92,7 +91,6 @@ TIES = {
     ("runtime/calls/compiled_graph.py", "passes/regions"),
     ("runtime/shard_map.py", "passes/regions"),
     ("compilation.py", "passes/stages"),
-    ("passes/order/layer_segments.py", "passes/stages"),
     ("passes/simulate/lockstep.py", "passes/stages"),
     ("passes/simulate/simulate_pipeline.py", "passes/stages"),
     ("runtime/steps/plan_steps.py", "passes/stages"),

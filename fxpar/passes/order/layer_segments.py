@@ -29,7 +29,6 @@ from fxpar.layers import (
     with_reads,
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
-from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 
@@ -259,11 +258,15 @@ def _may_start_later(node: fx.Node) -> bool:
     return starts and not is_chunk(node)
 
 
+# Ops that add to a sum over microbatches.
+_SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
+
+
 def may_come_later(node: fx.Node) -> bool:
     """Return whether a node starts such a reduction, waits for one that only further
     ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
     """
-    if node.target in SUMS:
+    if str(node.target) in _SUMS:
         return True
     if node.target is not WAIT:
         return _may_start_later(node)
