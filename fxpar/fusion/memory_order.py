@@ -21,7 +21,8 @@ from fxpar._fast import known_values
 from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder, laid_out, value_of
+from fxpar.graph.builder import Builder, value_of
+from fxpar.passes.attention.local_attention import laid_out
 from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import user_line

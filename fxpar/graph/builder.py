@@ -19,7 +19,7 @@ from torch import fx
 from fxpar._fast import known_values
 from fxpar._torch import parts_apart
 from fxpar._torch.node_copies import add_node, copy_node
-from fxpar._torch.symbols import Inexpressible, hint_shape
+from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
@@ -350,18 +350,3 @@ class Builder:
     def wait(self, collective: fx.Node) -> fx.Node:
         """Return the finished result of a functional collective."""
         return self.call(torch.ops._c10d_functional.wait_tensor.default, collective)
-
-
-def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
-    which views of it were traced."""
-    strides = hint_shape(like.stride())
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
-    if x.meta["val"].permute(order).is_contiguous():
-        return x
-    permuted = build.call(torch.ops.aten.permute.default, x, order)
-    copy = build.call(
-        torch.ops.aten.clone.default, permuted, memory_format=torch.contiguous_format
-    )
-    inverse = [order.index(d) for d in range(len(order))]
-    return build.call(torch.ops.aten.permute.default, copy, inverse)

@@ -24,8 +24,9 @@ from fxpar.fusion.verbs.ring_attention import (
     RingAttention,
     near_first,
 )
-from fxpar.graph.builder import Builder, Size, laid_out
+from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts
+from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.attention.merge_attention import RunningAttention
 
 aten = torch.ops.aten

@@ -32,8 +32,9 @@ from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.attention_form import AttentionForm
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder, laid_out
+from fxpar.graph.builder import Builder
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.attention.merge_attention import (
     BIASES,
     RunningAttention,

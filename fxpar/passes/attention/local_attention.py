@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.graph.builder import Size, laid_out, value_of
+from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.passes.attention import causal_attention, merge_attention
 from fxpar.passes.attention.merge_attention import BIASES, weighted
 from fxpar.sharding.op_table import keys
@@ -239,6 +239,21 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
     return call.build.call(
         aten.empty.memory_format, list(value.shape), dtype=value.dtype, device=device
     )
+
+
+def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
+    which views of it were traced."""
+    strides = _torch.symbols.hint_shape(like.stride())
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    if x.meta["val"].permute(order).is_contiguous():
+        return x
+    permuted = build.call(aten.permute.default, x, order)
+    copy = build.call(
+        aten.clone.default, permuted, memory_format=torch.contiguous_format
+    )
+    inverse = [order.index(d) for d in range(len(order))]
+    return build.call(aten.permute.default, copy, inverse)
 
 
 _FORWARD = """
