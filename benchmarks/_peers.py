@@ -3,9 +3,9 @@
 In: a ``Case``. Out: a ``Step`` in this process, one of ``case.ranks``. Peers: DDP,
 FSDP2, and DTensor tensor parallelism without and with sequence parallelism, each with
 torch.compile, the optimizer's step compiled too if asked. fxpar's sides are on the mesh
-of the peer they are measured by, and do what its README says: ``fxpar.shard`` without
-hints or a sample; or, if asked, parameters at rest have the peer's layout. Never
-compares sides of different weights or batches.
+of the peer they are measured by, and do what its README says: beside DDP one line,
+``torch.compile``; else also ``fxpar.shard`` without hints or a sample, or, if asked,
+with the peer's layout. Never compares sides of different weights or batches.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ MEGATRON = {
     **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
     **{f"*{name}.weight": (None, "tp") for name in ROWS},
 }
-# Hints for the layouts of peers at rest. FSDP2 has the default's.
+# Hints for the layouts of peers at rest. DDP's is whole, FSDP2 has the default's.
 LAYOUTS = {
-    "ddp": {},
     "tp": MEGATRON,
     "sp": {**MEGATRON, "*embed_tokens.weight": ("tp", None)},
 }
@@ -215,12 +214,13 @@ def _laid_out(
     as_peer: bool = False,
     sample: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the model, its parameters laid out, and all options."""
+    """Return the model, its parameters laid out, and all options. Beside DDP
+    parameters stay whole, as DDP keeps them and as README's one line does."""
     import fxpar
 
     model, mesh = case.model(), f"{AXIS[peer]}={case.ranks}"
     hints = LAYOUTS[peer] if as_peer else None
-    if hints or not as_peer:
+    if peer != "ddp":
         ids = case.ids(0)
         call = ((), {"input_ids": ids, "labels": ids}) if sample else None
         model = fxpar.shard(model, mesh=mesh, sample=call, hints=hints)
@@ -421,10 +421,10 @@ def _peer(name: str) -> Callable[[Case], Step]:
 # ``fxpar.train_step``.
 SIDES: dict[str, Callable[[Case], Step]] = {
     **{name: _peer(name) for name in PEERS},
-    "fxpar": lambda case: fxpar_side("ddp", case, {}),
+    "fxpar": lambda case: fxpar_side("fsdp2", case, {}),
     "fxpar_tp": lambda case: fxpar_side("tp", case, {}),
-    "as_ddp": lambda case: fxpar_side("ddp", case, {}, as_peer=True),
+    "as_ddp": lambda case: fxpar_side("ddp", case, {}),
     "as_tp": lambda case: fxpar_side("tp", case, {}, as_peer=True),
-    "program": lambda case: one_program("ddp", case, {}),
+    "program": lambda case: one_program("fsdp2", case, {}),
     "program_tp": lambda case: one_program("tp", case, {}),
 }

@@ -14,10 +14,10 @@
 
 All sides live in the same processes and see the same model, data, optimizer and number
 of threads: the peer, as most write it and with the optimizer's step compiled too
-(``update``); ``fxpar``, which does what the README says: ``fxpar.shard`` with neither
-hints nor a sample, a search, the schedule it chooses; ``plain``: that without a
-schedule; ``as_peer``: with the peer's layout at rest, which is whole for DDP and comes
-from hints for tensor parallelism (for FSDP2 it would be ``fxpar`` again); ``program``:
+(``update``); ``fxpar``, which does what the README says: beside DDP one line, whose
+parameters stay whole, else ``fxpar.shard`` with neither hints nor a sample; a search,
+the schedule it chooses; ``plain``: that without a schedule; ``as_peer``: for tensor
+parallelism with the peer's layout at rest, by hints; ``program``:
 ``fxpar.train_step``, forward, backward and update as one. Steps alternate, the order
 swapping from round to round, so that drift of the machine hits all sides; what counts
 is the ratio within a round. A step's time is that of the slowest rank. Losses must

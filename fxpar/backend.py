@@ -150,7 +150,7 @@ def _prepared(
     if ranks.manual is not None:
         take_eager_gradients(gm)
     kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
-    with said_by_rank_0(ranks.rank):
+    with said_by_rank_0(ranks.whole.rank):
         attention_dropout.warn_of_products(gm, kinds)
     return gm
 

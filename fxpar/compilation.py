@@ -257,7 +257,7 @@ class Compilation:
         if self.entry is not None:
             _refuse_as_known(self.entry)
             register_ops()
-        showing = job.options.progress and job.ranks.rank == 0
+        showing = job.options.progress and job.ranks.whole.rank == 0
         led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
         compiled = None
         with (
@@ -359,7 +359,7 @@ class Compilation:
             )
         ):
             raise PlanStands(request.name)
-        with said_by_rank_0(ranks.rank):
+        with said_by_rank_0(ranks.whole.rank):
             plan = choose_plan.searched if self.leader else choose_plan.planned
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
@@ -620,14 +620,15 @@ class Compilation:
         )
 
     def _report(self, plan: Plan) -> None:
-        rank, name, warned = self.ranks.rank, self.request.name, warnings_of_plans()
+        rank, name = self.ranks.whole.rank, self.request.name
+        warned = warnings_of_plans()
         count = self.ranks.mesh.size
         report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def say_seconds(self, which: str) -> None:
         """Show the seconds that each stage took to compile a forward or a backward."""
         options, ranks = self.job.options, self.ranks
-        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
+        show_seconds(self.request.name, which, stage_table(), options, ranks.whole.rank)
 
     def _checks(self) -> list[Callable[..., Any]]:
         """Return the checks of the arguments of the first call."""

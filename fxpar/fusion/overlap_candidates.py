@@ -1,18 +1,14 @@
-"""Finds the ways of ``overlap`` to run a product overlapping with its own collective.
+"""Finds the ways of ``overlap`` to run an op overlapping with its own collective.
 
-In: a window around one collective. Out: the lines with which the window is simulated to
-be fastest. Tried are, along each dim, chunks in all numbers of ``CHUNKS`` that divide
-it, rings in one direction and in both, with the product next to the collective, or with
-all ops from an earlier product on; an all-reduce also as a reduce-scatter and a gather,
-each with ways of its own. A way is not tried if a lower bound of its seconds, from
-sizes alone, shows that it cannot win. Never changes the graph.
-
-Finds lines that run the inner windows of convolutions while a halo is on its way.
-
-In: a local graph with steps, and the axes that its nodes vary over. Out: a
-``HaloCandidate`` for the convolutions of each form that are predicted to be faster with
-it, priced in a window of their own: the permutes, the joining of their rows, the
-convolution. Never changes the graph.
+In: a window around one collective, with a product or a convolution. Out: the lines with
+which the window is simulated to be fastest. Tried for a product are, along each dim,
+chunks in all numbers of ``CHUNKS`` that divide it, rings in one direction and in both,
+with the product next to the collective, or with all ops from an earlier product on; an
+all-reduce also as a reduce-scatter and a gather, each with ways of its own. A way is
+not tried if a lower bound of its seconds, from sizes alone, shows that it cannot win.
+For convolutions, of each form one is priced in a window of its own (the permutes of
+halos, the joining of their rows, the convolution): the inner windows run while a halo
+is on its way. Never changes the graph.
 """
 
 from __future__ import annotations

@@ -3,15 +3,10 @@
 In: the graph one rank runs. Out: the same graph, changed in place, computing the same
 values. AOTAutograd traces a program with Inductor's decompositions; ops that passes add
 later were never traced, and Inductor refuses an op that it decomposes. It also refuses
-flex_attention on CPU that returns weights (``written_out_flex``). Never: an op that
-Inductor takes is touched, or a graph that is run op by op.
-
-bound: writes out flex_attention on CPU where it gives log-sum-exps.
-
-In: a call of a bound graph, whose functions of scores and masks are graphs. Out: the
-same results by products and a softmax over all scores. Inductor (2.13) has a kernel on
-CPU for the output alone. Never: reads the lists of blocks: they say what a kernel
-skips, not what a query sees.
+(2.13) flex_attention on CPU that returns log-sum-exps: that is written out by products
+and a softmax over all scores, whose functions of scores and masks are graphs. Never: an
+op that Inductor takes is touched, or a graph that is run op by op; the lists of blocks
+of a flex_attention are not read: they say what a kernel skips, not what a query sees.
 """
 
 from __future__ import annotations

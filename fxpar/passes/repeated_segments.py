@@ -3,13 +3,9 @@
 In: a graph as Dynamo traced it. Out: kinds of segments, each with its nodes, the values
 they read from outside and the results read outside; AOTAutograd traces one of a kind
 (``_torch.traced_once``). Segments of a kind have equal ops on equal constants, dtypes,
-sizes, strides and ``requires_grad``, wired equally. Never changes a graph.
-
-Finds which values of a traced graph are unchanged until they are last read.
-
-In: an ATen graph that writes in place, from ``_torch.aot.trace_flat``, whose values
-share memory where tensors did. Out: whether a value could be a tensor of its own.
-Never changes a graph.
+sizes, strides and ``requires_grad``, wired equally. Of a traced graph that writes in
+place (``_torch.aot.trace_flat``), whose values share memory where tensors did, it says
+which values are unchanged until they are last read. Never changes a graph.
 """
 
 from __future__ import annotations

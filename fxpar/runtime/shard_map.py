@@ -4,16 +4,12 @@ In: a function, and the specs of its tensors. Out: ``shard_map`` marks where a p
 goes into shapes local along some axes of the mesh and back
 (``passes.regions.region_ops``). While its function is traced, the names of those axes
 stand for process groups in torch's functional collectives. Outside of compiled code,
-and without a mesh, an axis has one rank, and the function runs unchanged.
+and without a mesh, an axis has one rank, and the function runs unchanged. Specs are
+read into entries, made of tuples and text alone, which Dynamo traces.
 
-A user's mistake is raised where it can be: at once, or, while Dynamo traces, by the
-backend, for which ``fxpar::refuse`` is put in the graph. Never: a plan decided here.
-
-Read the specs of manual regions as their user gives them, and check that they fit.
-
-In: the arguments of ``shard_map``. Out: entries, made of tuples and text alone, which
-Dynamo traces; an error is text too, and raised by whoever reads it. Never: an
-exception.
+A user's mistake is text until it is raised where it can be: at once, or, while Dynamo
+traces, by the backend, for which ``fxpar::refuse`` is put in the graph. Never: a plan
+decided here.
 """
 
 from __future__ import annotations

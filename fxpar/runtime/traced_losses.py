@@ -3,16 +3,10 @@
 In: calls of ``gaussian_nll_loss``, which checks values, and ``ctc_loss``, which has an
 op whose sizes depend on data; a trace ends at either. Out: importing this module makes
 Dynamo trace the functions here instead; ``AsOneGraph`` does so where Dynamo is not.
-Never: other numbers or other errors than torch's.
-
-Defines ops of fixed sizes for torch's losses that have data-dependent sizes.
-
 ``fxpar::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)``
-gives the loss of each sequence. torch's own op also returns its table of alignments,
-as long as the longest target; here the backward computes that table again.
-
-In: the tensors of ``torch.nn.functional.ctc_loss``. Out: losses, unreduced; gradients
-of ``log_probs``. Never: a result has a data-dependent size.
+gives the unreduced loss of each sequence; torch's own op also returns its table of
+alignments, as long as the longest target: here the backward computes that table again.
+Never: a result of data-dependent size; other numbers or other errors than torch's.
 """
 
 from __future__ import annotations

@@ -2,15 +2,9 @@
 
 In: an ATen graph with global fake values (``meta["val"]``) and its Signature. Out: a
 Program. A rule comes from the op's row, or from the bodies that the call runs; an op
-without either is read as whole.
-Never: changes the graph.
-
-Gives an embedding bag whose bags have equal lengths a rule that splits the bags.
-
-In: a call of an op that takes the positions where bags begin, and its rule. Out: the
-rule in which bags are a factor, if these positions are constants, one length from each
-other, as they are for an input of two dims; else the unchanged rule.
-Never: guesses a length that the graph does not say.
+without either is read as whole. The bags of an embedding bag are a factor if the
+positions where they begin are constants, one length from each other, as they are for an
+input of two dims. Never: changes the graph, or guesses a length that it does not say.
 """
 
 from __future__ import annotations

@@ -6,16 +6,11 @@ other end, and lookups at positions that count up (from an iota, computed here o
 make row ``i`` of a dim the row ``i + by`` of one tensor, cyclically or with a constant
 beyond the end. As one op it may be split along that dim: each rank then needs a few
 rows of its neighbour. So may a slice of a join that is one part of it, shifted, with
-rows put in (``cut_joins``). In the backward, additions into zeros, of slices or at such
+rows put in, as the operands of differences between neighbours (``torch.diff`` with
+``prepend``): unlike the join, the part has a number of rows that axes divide. In the
+backward, additions into zeros, of slices or at such
 positions, are shifts back. Never: a value's strides change for a reader that would
 notice.
-
-Computes a slice of a join from one part: that part shifted, with a few rows put in.
-
-In: a slice with as many rows as one of the joined parts, such as the operands of
-differences between neighbours (``torch.diff`` with ``prepend``). Out: nodes that
-compute the same and, unlike the join, have as many rows as the part: an axis that
-divides the part divides them. Never replaces the slice.
 """
 
 from __future__ import annotations

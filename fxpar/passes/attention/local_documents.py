@@ -4,7 +4,7 @@ In: a call on [tokens, heads, features] with the places where documents begin, o
 queries and of keys. Out: the same op on this rank's queries and on all keys, given
 where documents begin among its own: one that begins elsewhere begins at its first
 query, and one that ends elsewhere ends at its last. Where keys are split too, the
-results over this rank's keys (``document_parts``) are merged by log-sum-exp with those
+results over this rank's keys are merged by log-sum-exp with those
 over other keys, as in ``local_attention``. Never: keys or values sent to another rank.
 
 A causal mask or a window is aligned with the last key of a document, so a document that
@@ -14,16 +14,12 @@ reaches beyond its query, a rank's queries are followed by as many rows of zeros
 place of the next ones: keys are cut after these, and the results of these rows are
 dropped.
 
-Finds the parts of packed documents on a rank that has a part of their keys.
-
-In: the places where documents begin among all queries and all keys. Out: where they
-begin among this rank's, so that kernels give what its queries see of its keys. A causal
-mask is aligned with the last query and the last key of a document: query ``i`` sees the
-keys up to ``i`` minus a shift. If a document's keys go on at the next rank, the queries
-after the diagonal of the last own key see all own keys, so they are a document of their
-own, in a second call, which is not causal; the queries before end at the diagonal. Each
-query is in one of the two calls. Never: uses what kernels write for a query that sees
-no key; ``sees_keys`` counts by place.
+With split keys, a causal mask is aligned with the last query and the last key of a
+document: query ``i`` sees the keys up to ``i`` minus a shift. If a document's keys go
+on at the next rank, the queries after the diagonal of the last own key see all own
+keys, so they are a document of their own, in a second call, which is not causal; the
+queries before end at the diagonal. Each query is in one of the two calls, and what
+kernels write for a query that sees no key is not used: ``sees_keys`` counts by place.
 """
 
 from __future__ import annotations

@@ -7,14 +7,10 @@ by op. Never: an op inside a body communicates (``sharding.body_rules``).
 Most ops compute their shard from the shards of their operands unchanged. For the others
 the row (``sharding.ops``) has a local form: an index into a split dim must be shifted
 by the rank's offset and masked where it points elsewhere, a size among the arguments
-must become the local one, a random op must count by global index.
-
-Makes the local form of ops that move rows of a split dim (``Rule.moves``).
-
-Operands are joined, ranks exchange rows in one step, and the received rows are split
-into the results; several dims are done one after the other. Rows of a dim that no axis
-splits are moved in the same way. In: a local call. Out: its results, each contiguous.
-Never: rows of a symbolic size are moved (``Inexpressible``).
+must become the local one, a random op must count by global index. Of ops that move
+rows of a split dim (``Rule.moves``) operands are joined, ranks exchange rows in one
+step, and the received rows are split into the results, each contiguous; several dims
+are done one after the other. Rows of a symbolic size are refused (``Inexpressible``).
 """
 
 from __future__ import annotations

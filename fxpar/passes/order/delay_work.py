@@ -6,20 +6,14 @@ collective of a computed value and its wait, contractions before it that it does
 need move after it, with the nodes that read only them. The gradients of weights then
 overlap with the all-reduce of an input's gradient, as Megatron-LM writes by hand
 (Korthikanti et al. 2022, section 4.2.2), and with the permutes of its halos; for that a
-convolution's backward, which computes both, is split in two (``parted_gradients``).
+convolution's backward, which computes the gradients of the input, the weight and the
+bias at once, is split in two calls (``part``), and joined again where nothing was moved
+(``join``): libraries have a kernel for each gradient either way.
 
 Never: a node moves across a wait or a write, or one that does more than compute, so
 that collectives, draws and writes keep their order on all ranks. A moved node keeps its
 operands alive for longer: the nearest are moved, up to ``HELD`` times the bytes of the
 collective.
-
-Splits a convolution's backward into two calls, and joins them again.
-
-In: a backward by itself and an ``aten.convolution_backward`` node of it, which computes
-the gradients of the input, the weight and the bias at once. Out: the same values, those
-of weight and bias from a call of their own (``part``), so that they can overlap with a
-collective of the input's gradient (``delay``), or from the one call again (``join``).
-Never: a value changes; libraries have a kernel for each gradient either way.
 """
 
 from __future__ import annotations

@@ -2,16 +2,11 @@
 
 In: a Dynamo graph with its arguments, of the same sizes on all ranks, and a
 ``CompileJob`` for each variant. Out: a compiled callable, and a record of the variants
-so far (``Variants``). All ranks come here in the same order. Never: a meeting with
-other ranks that this module starts.
-
-Copies the inputs of a call to the strides that the program was compiled for.
-
-Dynamo traces code again for a tensor with other strides (columns of a larger one, as
-``ids[:, :-1]``), and gives the same program. In: the compiled program, and the strides
-of its inputs. Out: a callable that takes inputs of any strides: it copies those with
-other strides, and writes back what the program writes to a copy. Never: a copy of an
-input that has the compiled strides.
+so far (``Variants``). Dynamo traces code again for a tensor with other strides (columns
+of a larger one, as ``ids[:, :-1]``), and gives the same program: inputs with other
+strides than it was compiled for are copied, and what it writes to a copy is written
+back. All ranks come here in the same order. Never: a meeting with other ranks that this
+module starts.
 """
 
 from __future__ import annotations

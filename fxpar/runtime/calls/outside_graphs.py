@@ -276,7 +276,8 @@ def _watch_trained_with(
 
 @functools.cache
 def _warn_at_steps() -> None:
-    register_optimizer_step_pre_hook(_warn_of_own_gradients)
+    # A compiled step calls the hook as it is: Dynamo cannot trace it.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_warn_of_own_gradients))
 
 
 _STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were checked
