@@ -2,7 +2,7 @@
 
 In: a function, and the specs of its tensors. Out: ``shard_map`` marks where a program
 goes into shapes local along some axes of the mesh and back
-(``passes.regions.region_ops``). While its function is traced, the names of those axes
+(``graph.region_ops``). While its function is traced, the names of those axes
 stand for process groups in torch's functional collectives. Outside of compiled code,
 and without a mesh, an axis has one rank, and the function runs unchanged. Specs are
 read into entries, made of tuples and text alone, which Dynamo traces.
