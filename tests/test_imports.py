@@ -396,6 +396,12 @@ def test_import_is_light() -> None:
     assert not heavy, f"import fxpar should not import {heavy}"
 
 
+def test_steps_of_features_are_imported_when_they_run() -> None:
+    code = "import sys, fxpar.backend; print(*sys.modules, sep='\\n')"
+    rooms = [m for m in run_python(code).split() if m.startswith("fxpar.features.")]
+    assert rooms and not [m for m in rooms if m.endswith("_steps")]
+
+
 def test_kernels_need_nothing_but_torch_and_triton() -> None:
     """So that they run where there is little else (benchmarks/one_gpu.py)."""
     pytest.importorskip("triton")
