@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each rank is one process on a shared machine; also keeps torchrun quiet.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-gpu bench lint format clean
+.PHONY: help demo test test-all test-gpu bench docs lint format clean
 
 help:
 	@echo "make demo      train a small Llama on 1 device and on a 2x2 mesh, compare losses"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-all  every test, the slow ones too; PART=2/8 runs an eighth of them"
 	@echo "make test-gpu  tests of one NVIDIA GPU, with PY=python of an environment for it"
 	@echo "make bench     the short benchmarks; JSON goes to .benchmarks/"
+	@echo "make docs      the site of docs/, into site/"
 	@echo "make lint      ruff and mypy"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -42,7 +43,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt torch
 	@$(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable ".[test,dev]"
+	  --constraint constraints.txt --editable ".[test,dev,docs]"
 	@touch $@
 
 demo: $(READY)
@@ -64,6 +65,9 @@ bench: $(READY)
 	@$(PY) benchmarks/bench_compile.py --short
 	@$(PY) benchmarks/bench_step.py --short
 
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir site
+
 lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -74,4 +78,4 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .cache .benchmarks build *.egg-info
+	rm -rf $(VENV) .cache .benchmarks site build *.egg-info

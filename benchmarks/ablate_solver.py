@@ -214,31 +214,8 @@ def problems(folder: Path, only: str) -> Iterator[tuple[str, Any]]:
             yield name, formulated(layers, mesh, batch, tight)
 
 
-def table(results: dict[str, Any]) -> Iterator[str]:
-    """Lines of Markdown: by how much the gap is wider, and seconds are more, without a
-    phase."""
-    yield "| problem | without | gap | more gap | seconds | more seconds |"
-    yield "|---|---|---|---|---|---|"
-    for part in (results, *(x for x in results.values() if isinstance(x, dict))):
-        rows = part.get("rows", [])
-        whole = {row["problem"]: row for row in rows if row["without"] == "nothing"}
-        for row in rows:
-            base, gap = whole[row["problem"]], row.get("gap")
-            cells = [row["problem"], row["without"], "nothing fits", "", "", ""]
-            if gap is not None:
-                cells[2:4] = f"{gap:.3%}", f"{gap - base['gap']:+.3%}"
-                cells[4:] = (
-                    f"{row['seconds']:.1f}",
-                    f"{row['seconds'] - base['seconds']:+.1f}",
-                )
-            if row is base:
-                cells[3] = cells[5] = ""
-            yield f"| {' | '.join(cells)} |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", help="print a file of --json as Markdown instead")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("."))
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", default="", help="problems whose names hold this")
@@ -254,9 +231,6 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.table:
-        print(*table(json.loads(Path(args.table).read_text())), sep="\n")
-        return
     if args.one:
         if args.cpu:
             time.perf_counter = functools.partial(cpu_seconds, highs._running)

@@ -133,6 +133,7 @@ def ahead(
     """Compile the model once for CUDA, without it; what it took."""
     import torch
     import torch.distributed as dist
+    from torch._functorch import config
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -155,6 +156,8 @@ def ahead(
         ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="cuda:0")
     with (
         cuda.generating() as made,
+        # Nothing runs, so that no backward would be reached.
+        config.patch(force_non_lazy_backward_lowering=True),
         mock.patch.object(fxpar.compilation, "stage_table", str),
         mock.patch.object(Drift, "word", lambda *_: "\t\t\t"),
         mock.patch.object(Program, "__call__", side_effect=Compiled),

@@ -78,12 +78,19 @@ def seconds(times: Sequence[float]) -> str:
     return f"{mid:.3f} [{low:.3f}, {high:.3f}]"
 
 
+# A run for each, since beside DDP the benchmark of the other run shards parameters.
+_STEPS = ("step_ddp_cpu.json", "step_cpu.json")
 # The sides of a step, in the order of columns.
 _SIDES = ("peer", "fxpar", "plain", "program")
 
 
-def _steps(data: Any) -> Iterable[Row]:
-    for case in data["cases"]:
+def _step_cases(*files: Any) -> list[Any]:
+    cases = (case for data in files for case in data["cases"])
+    return sorted(cases, key=lambda case: case["mesh"].split("=")[1])
+
+
+def _steps(*files: Any) -> Iterable[Row]:
+    for case in _step_cases(*files):
         step, sent = case["step"], case["sent"]
         sides = [sent[side] for side in _SIDES]
         calls = (f"{x['collectives']}+{x['small_collectives']}" for x in sides)
@@ -130,6 +137,10 @@ def _first_steps(*files: Any) -> Iterable[Row]:
 
 
 _WALL_AND_CPU = ("first", "cpu")
+_FIRST_STEPS = (
+    "layers | ranks | side | cold: wall (CPU), s | of DDP | warm: wall (CPU), s | of "
+    "DDP"
+)
 
 
 def _median_of(runs: Sequence[dict[str, float]], name: str) -> float:
@@ -240,10 +251,11 @@ def _contest(data: Any) -> Iterable[Row]:
 
 
 def _ablation(data: Any) -> Iterable[Row]:
-    for part in (data, data["contest"]):
+    parts = (part for part in data.values() if isinstance(part, dict))
+    for part in (data, *(part for part in parts if "rows" in part)):
         for row in part["rows"]:
             gap = f"{row['gap']:.3%}" if "gap" in row else ""
-            cells = (row.get(name, "") for name in ("cost", "seconds"))
+            cells = (row.get(name) or "" for name in ("cost", "seconds"))
             yield row["problem"], row["without"], gap, *cells
 
 
@@ -297,15 +309,16 @@ def _flexflow_sync(data: Any) -> Iterable[Row]:
         )
 
 
+def _gpu_runs(data: Any) -> Iterable[Row]:
+    for i, run in enumerate(data["runs"], 1):
+        yield i, data["machine"], run["beside"], run["seconds"]
+
+
 def _one_gpu(data: Any) -> Iterable[Row]:
-    names = ("what", "measured", "predicted", "target")
-    for row in data["runs"][0]["table"]:
-        cells = [row[name] for name in names]
-        others = (
-            {each["id"]: each["measured"] for each in run["table"]}.get(row["id"], "")
-            for run in data["runs"][1:]
-        )
-        yield *cells, *others
+    names = ("what", "measured", "predicted", "target", "verdict")
+    for i, run in enumerate(data["runs"], 1):
+        for row in run["table"]:
+            yield i, *(row[name] for name in names)
 
 
 STUDIES = (
@@ -314,11 +327,12 @@ STUDIES = (
         "A training step beside its peers",
         "A Llama on 2 CPU cores over gloo, every side compiled by Inductor, in the "
         "same processes, in turns. fxpar does what the README says: beside DDP one "
-        "line, whose parameters stay whole; else `fxpar.shard` without hints or a "
-        "sample; a search; the schedule that it chooses. Four ranks share two cores.",
+        "line, whose parameters stay whole, in a run of its own; else `fxpar.shard` "
+        "without hints or a sample; a search; the schedule that it chooses. Four "
+        "ranks share two cores.",
         (
             Table(
-                ("step_cpu.json",),
+                _STEPS,
                 (
                     "peer | mesh | fxpar / peer | train_step / peer | train_step "
                     "/ peer, optimizer compiled | with the peer's layout / peer "
@@ -350,7 +364,8 @@ STUDIES = (
         "memory",
         "What a rank holds",
         "A Llama of 4 layers: MiB of parameters and optimizer state on a rank, and the "
-        "peak of a step beyond them.",
+        "peak of a step beyond them. In this run `fxpar` is `fxpar.shard` beside every "
+        "peer, DDP included.",
         (
             Table(
                 ("memory_cpu.json",),
@@ -368,17 +383,18 @@ STUDIES = (
         "and tp.",
         (
             Table(
-                (
-                    *("first_step_cpu.json", "first_step_four_ranks.json"),
-                    "first_step_32_layers.json",
-                ),
-                (
-                    "layers | ranks | side | cold: wall (CPU), s | of DDP | "
-                    "warm: wall (CPU), s | of DDP"
-                ),
+                ("first_step_cpu.json",),
+                _FIRST_STEPS,
                 _first_steps,
                 after="One rank compiles each graph for all. Of a cold start most is "
                 "torch's own tracing, partitioning, lowering and C++ compiler.",
+            ),
+            Table(
+                ("first_step_four_ranks.json", "first_step_32_layers.json"),
+                _FIRST_STEPS,
+                _first_steps,
+                "Runs of the day before, in which parameters of `fxpar` stay whole: "
+                "compare it with `as_ddp` above.",
             ),
             Table(
                 ("layers_cpu.json", "layers_8b_cpu.json"),
@@ -387,10 +403,21 @@ STUDIES = (
                 "Seconds of each stage on one rank of dp=2,tp=4, up to the C++ text.",
             ),
             Table(
+                ("layers_cuda.json",),
+                "side | layers | kernels | lowering, CPU s | launches | MiB moved "
+                "| MiB of peak",
+                _of_keys("side layers kernels lowering launches moved_mib peak_mib"),
+                "Inductor's code for an H100, forward and backward, without a GPU and "
+                "on a busy machine: `compile` has layers as calls of one body, `flat` "
+                "none; `ddp` is what DDP "
+                "lets Inductor compile, of the whole batch. Nothing ran.",
+            ),
+            Table(
                 ("compile_cpu.json",),
                 "layers | ranks | mesh | seconds | ops | collectives",
                 _of_keys("layers ranks mesh total ops collectives"),
-                "Planning a Llama of 8B width: linear in layers, constant in ranks.",
+                "Planning a Llama of 8B width, each once. Ops grow with layers, and "
+                "not with ranks; seconds are of a machine that others used.",
             ),
         ),
     ),
@@ -479,7 +506,7 @@ STUDIES = (
                     "torchtitan's, published"
                 ),
                 _contexts_8b,
-                "Llama 8B on 8 H100, predicted. `h100-float8` has products in float8 "
+                "Llama 8B on 8 H100, predicted. `float8` has products in float8 "
                 "and attention at FlashAttention-2's rate (arXiv 2307.08691), as "
                 "torchtitan's published run (benchmarks/llama3_h100_202412).",
                 "What is published fits ranks whose queries are in order: the last "
@@ -535,6 +562,7 @@ STUDIES = (
                 ("solver_ablation.json",),
                 "problem | left out | gap | cost | seconds",
                 _ablation,
+                after="Reduced-cost fixing is no phase of the solver any more.",
             ),
         ),
     ),
@@ -573,8 +601,7 @@ STUDIES = (
         "flexflow",
         "FlexFlow's networks",
         "Predicted steps of six networks on two clusters. The paper charges every "
-        "replica's push and pull one after the other; the second table does so too, "
-        "and has its gains.",
+        "replica's push and pull one after the other; the second table does so too.",
         (
             Table(
                 ("flexflow.json",),
@@ -623,17 +650,20 @@ STUDIES = (
     Study(
         "one_gpu",
         "One H100",
-        "Generated kernels, products with signals and a Llama on one H100 (torch "
-        "2.11.0 for CUDA 13.0, Triton 3.6.0), `python benchmarks/one_gpu.py`; all "
-        "checks passed. The last columns are three other runs, some with other jobs on "
-        "the GPU.",
+        "Generated kernels, products with signals and a Llama on one H100. What is "
+        "measured of a check, which has the verdict ok or FAILED and no target, is the "
+        "largest difference. FAILED is also a part that was ended at its time limit. "
+        "Nothing here is a link between GPUs.",
         (
             Table(
                 ("one_gpu_h100.json",),
-                "what | measured | predicted | target | run 2 | run 3 | run 4",
+                "run | machine | what else ran on the GPU | seconds",
+                _gpu_runs,
+            ),
+            Table(
+                ("one_gpu_h100.json",),
+                "run | what | measured | predicted | target | verdict",
                 _one_gpu,
-                after="Epilogues with dropout are bound by Philox, some hundred "
-                "integer operations a number, in Inductor's kernels as in ours.",
             ),
         ),
     ),
@@ -664,6 +694,22 @@ def _cell(x: Any) -> str:
     return number(x)
 
 
+def _runs(data: Any) -> Iterable[str]:
+    """Yield the command, date and load before of every run in a file."""
+    if isinstance(data, list):
+        for each in data:
+            yield from _runs(each)
+    elif isinstance(data, dict):
+        if command := data.get("command"):
+            more = [data["date"]] if "date" in data else []
+            if load := data.get("load_before"):
+                more.append(f"load {load:.1f}")
+            command = re.sub(r" --json \S+", "", command)
+            yield f"`{command}`" + (f" ({', '.join(more)})" if more else "")
+        for each in data.values():
+            yield from _runs(each)
+
+
 def rendered(table: Table) -> str:
     """Return a table as Markdown, with the files and commands that it comes from."""
     data = [_read(name) for name in table.files]
@@ -671,11 +717,8 @@ def rendered(table: Table) -> str:
     lines += [f"| {' | '.join(map(_cell, row))} |" for row in table.rows(*data)]
     sources = []
     for name, each in zip(table.files, data, strict=True):
-        conditions = each.get("conditions") or {}
-        command, date = conditions.get("command"), conditions.get("date")
-        source = f"[{name}](../results/{name})"
-        source += f": `{command}`" if command else ""
-        sources.append(source + (f", {date}" if date else ""))
+        runs = dict.fromkeys(_runs(each))
+        sources.append(f"[{name}](../results/{name}): {', '.join(runs)}")
     texts = (table.before, "\n".join(lines), table.after, "; ".join(sources) + ".")
     return "\n\n".join(text for text in texts if text)
 
@@ -695,7 +738,7 @@ def _headline() -> str:
         "sp": "DTensor TP with sequence parallelism",
     }
     cases: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for case in _read("step_cpu.json")["cases"]:
+    for case in _step_cases(*map(_read, _STEPS)):
         cases[case["peer"]].append(case["step"])
     lines = ["| peer | 2 ranks | 4 ranks | `train_step`, 2 ranks | 4 ranks |"]
     lines.append("|---|---|---|---|---|")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fxpar import print_errors
 from fxpar.errors import FxparError, FxparWarning
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -59,6 +60,9 @@ _LAZY = {
     "shard_map": "fxpar.runtime.shard_map",
     "train_step": "fxpar.backend",
 }
+
+
+print_errors.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         "--json", "--save", metavar="FILE", help="write the plan, to load or to run"
     )
     one.add_argument(
-        "--text", action="store_true", help="print every op even so, not a summary"
+        "--text", action="store_true", help="print every op instead of a summary"
     )
     one.set_defaults(run=_plan)
 
@@ -226,7 +226,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     writes = os.environ.get("RANK", "0") == "0"
     folder = os.path.dirname(os.path.abspath(args.out))
     if writes and not os.access(folder, os.W_OK):
-        what = f"{folder!r} is not there, or may not be written to"
+        what = f"{folder!r} does not exist or is not writable"
         raise OptionError(what, fix="name a file in another folder: --out FILE")
     ranks = args.ranks or (mesh.size if mesh else 1)
     if ranks > 1 and not launched(os.environ):

@@ -74,7 +74,7 @@ def read_record(
         return None
     except Exception:  # damaged bytes may lead to any
         log.debug("%s", path, exc_info=True)
-    log.info("%s is damaged or of another version, it is made anew", path)
+    log.info("%s is damaged or of another version of fxpar: it is made again", path)
     return None
 
 
@@ -133,5 +133,5 @@ def write_asked(path: str | Path, text: str) -> None:
     except OSError as error:
         raise OptionError(
             f"{str(path)!r} cannot be written: {error.strerror or error}",
-            fix="name a file in a folder that is there and may be written to",
+            fix="name a file in a folder that exists and is writable",
         ) from error

@@ -217,7 +217,7 @@ def stands(
     for a graph of the same program, at the sizes that the graph was traced with. All
     ranks return what rank 0 found: a search depends on the clock.
     """
-    tag, says = f"whether the plan of {request.name} stands", ""
+    tag, says = f"the comparison of plans of {request.name}", ""
     if request.leads:
         trial_request = replace(_on_hardware(request), schedule="none")
         try:
@@ -293,8 +293,8 @@ def _with_choices(
         bodies[i] = min(range(count), key=seconds.__getitem__)
         times = ", ".join(percent_more(s, min(seconds)) for s in seconds)
         notes.append(
-            f"body {bodies[i]} of {count} of manual region {i}: a step is estimated "
-            f"with each to take {times}"
+            f"body {bodies[i]} of {count} of manual region {i} is chosen: compared "
+            f"with the fastest, a step with each is estimated to take {times}"
         )
     request = replace(request, bodies=tuple(bodies) if any(bodies) else ())
     over = {

@@ -192,7 +192,7 @@ def _look_up(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
     with _told_to_others():
-        tag = f"what is known of graph{number}"
+        tag = f"the stored record of graph{number}"
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
     return entry
@@ -276,7 +276,11 @@ class Compilation:
                 if job.open is not None:
                     self.sizes = size_range(job.open, self.written())
             except PlanMisfit as misfit:
-                log.info("%s: its plan does not fit, it is made anew: %s", name, misfit)
+                log.info(
+                    "%s: the stored plan does not fit, so it is planned again: %s",
+                    name,
+                    misfit,
+                )
                 compiled = None
             status_line.begin(pipeline.WAIT)
             is_agreed = self.agree_on_launches(compiled=compiled is not None)
@@ -420,9 +424,10 @@ class Compilation:
         for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
             if self.declared[i].kind == "input":
                 raise PlanError(
-                    f"fxpar.global_value of {self.declared[i].name} with "
-                    "FXPAR_INPUTS=local, where each rank computes on its own part",
-                    fix="leave FXPAR_INPUTS=local out: DTensors say what each rank has",
+                    f"fxpar.global_value of {self.declared[i].name} is a value of "
+                    "the whole batch, and with FXPAR_INPUTS=local each rank "
+                    "computes on its own part",
+                    fix="unset FXPAR_INPUTS: a DTensor says which part each rank has",
                 )
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
@@ -465,7 +470,7 @@ class Compilation:
                 compiled = self._lower(graph, which, generate)
                 # Of a known plan, a rank may have it from AOTAutograd's cache.
                 if not self.follows_plan and self.plan and self.plan.collectives:
-                    tag = f"the backward of graph{self.number} is compiled"
+                    tag = f"the backward of graph{self.number}, compiled"
                     agree_on_launches(tag, self.launches[forward:])
             return compiled
 
@@ -522,7 +527,7 @@ class Compilation:
 
         Raises RankMismatchError if they do not.
         """
-        tag = f"graph{self.number} is compiled"
+        tag = f"graph{self.number}, compiled"
         launches = self.launches if compiled else None
         self.is_agreed = agree_on_launches(tag, launches)
         return self.is_agreed
@@ -544,7 +549,7 @@ class Compilation:
             text += f"are two calls here, so stages run {AUTO_APART!r}"
             notes = (*notes, text)
         if self.sizes is not None:
-            notes = (*notes, f"holds for {self.sizes.text}")
+            notes = (*notes, f"valid for {self.sizes.text}")
         return replace(
             plan,
             regions=tuple(self.regions),

@@ -120,7 +120,8 @@ class Options:
         values.text,
         None,
         "h100, ..., file",
-        "what costs are for: a name, or a file of calibrate; unset: this device",
+        "hardware that costs are computed for: a name, or a file of calibrate; "
+        "unset: this device",
     )
     measure: bool = _option(
         values.switch,
@@ -133,7 +134,7 @@ class Options:
         values.text,
         "auto",
         "auto, none, file",
-        "what is done to compute and collectives after sharding: a schedule's text, or "
+        "edits of compute and collectives after sharding: a schedule's text, or "
         "the file that holds it",
     )
     tune: bool = _option(
@@ -149,7 +150,7 @@ class Options:
         None,
         "1, 2, ...",
         "parts that a rank cuts its batch into and computes one after the other; "
-        "unset: 1, with an axis of stages up to 4 for each",
+        "unset: 1, or with pipeline stages up to 4 for each stage",
     )
     pipeline: str = _option(
         values.choice(
@@ -180,17 +181,18 @@ class Options:
         values.choice("auto", "gather", "all_to_all", "exact"),
         "auto",
         "auto, gather, all_to_all, exact",
-        "how tokens come to the experts of other ranks: all of them are gathered, or "
-        "each is sent where it is needed, into slots, or (on CPU) by exact numbers; "
-        "auto: as is faster, into slots with expert_room alone",
+        "how tokens reach the experts of other ranks: gather: all tokens are "
+        "gathered; all_to_all: each is sent to its expert, into a fixed number "
+        "of slots; exact (CPU): each is sent, without empty slots; auto: the "
+        "fastest, slots only with expert_room",
     )
     replan: float | None = _option(
         values.share,
         None,
         "1.2, ...",
-        "sizes left open that come to twice or half of those planned for are planned "
-        "for at once, and the plan is taken if it is predicted to be so many times as "
-        "fast; unset: never",
+        "where a dynamic size is twice or half of the planned one, plan again, "
+        "and take the new plan if it is predicted to be this many times as fast; "
+        "unset: never",
     )
     codegen: str = _option(
         values.choice("inductor", "eager"),
@@ -217,8 +219,9 @@ class Options:
         values.switch,
         True,
         "0, 1",
-        "rank 0 says what goes on where planning or compiling takes seconds, and in a "
-        "line what each graph splits and sends; not with `FXPAR_DEBUG=0`, written out",
+        "rank 0 prints progress where planning or compiling takes seconds, and "
+        "for each graph one line on what it splits and sends; setting "
+        "`FXPAR_DEBUG=0` turns both off",
         shared=False,
     )
     dump: str | None = _option(
@@ -241,22 +244,21 @@ class Options:
         values.switch,
         False,
         "0, 1",
-        "simulate all ranks beside one device, once per graph",
+        "simulate all ranks and compare with one device, once per graph",
     )
     timeout: float = _option(
         values.positive,
         30.0,
         "seconds",
-        "how long ranks wait for the store, and inside a call for one that does not "
-        "work",
+        "how long ranks wait for the store, and inside a call for a rank that is idle",
         shared=False,
     )
     late_timeout: float = _option(
         values.positive,
         600.0,
         "seconds",
-        "how long ranks wait for one that is late to the next call and does not work; "
-        "after `timeout` one says who is waited for",
+        "how long ranks wait for a rank that is late for the next call and idle; "
+        "after `timeout` one rank prints which rank that is",
         shared=False,
     )
     param_dtype: str | None = _option(
@@ -287,8 +289,8 @@ class Options:
         values.choice("none", "interpret", "triton"),
         "none",
         "none, interpret, triton",
-        "collectives with the compute around them as one op: by generated kernels, or "
-        "op by op to check them",
+        "run collectives and the compute around them as one op: by generated "
+        "kernels (triton), or op by op to check them (interpret)",
         env=False,
     )
     cache_plans: bool = _option(
@@ -298,14 +300,15 @@ class Options:
         values.positive,
         None,
         "bytes",
-        "what a searched plan may occupy on a rank; unset: the hardware's memory",
+        "most memory that a searched plan may use on a rank; unset: the "
+        "hardware's memory",
         env=False,
     )
     outputs: str = _option(
         values.choice("global", "dtensor"),
         "global",
         "global, dtensor",
-        "dtensor: results are DTensors, as the plan left them",
+        "dtensor: results are DTensors, placed as the plan has them",
         env=False,
     )
 
@@ -327,7 +330,7 @@ class Options:
             hints = [values.nearest(str(key), names) for key in unknown]
             raise OptionError(
                 f"unknown option {', '.join(map(repr, unknown))}",
-                fix=" ".join([*filter(None, hints), f"known are {', '.join(names)}"]),
+                fix=" ".join([*filter(None, hints), f"options are {', '.join(names)}"]),
             )
         _refuse_unknown(environ)
         chosen: dict[str, Any] = {}
@@ -347,7 +350,8 @@ class Options:
                 ) from None
         if chosen.get("codegen") == "eager" and chosen.get("inductor"):
             raise OptionError(
-                "codegen 'eager' runs no Inductor, which a mode or settings are for",
+                "codegen 'eager' does not run Inductor, and mode= and the option "
+                "'inductor' are settings of Inductor",
                 fix="leave out mode= or the option 'inductor', or codegen 'eager'",
             )
         if chosen.get("debug") == 0:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import warnings
 from pathlib import Path
+from types import FrameType
 
 
 def compose(what: str, *, where: str | None = None, fix: str | None = None) -> str:
@@ -26,7 +27,7 @@ def compose(what: str, *, where: str | None = None, fix: str | None = None) -> s
 
 
 class FxparError(RuntimeError):
-    """Base of all errors of fxpar. ``told``: every rank raises it, or was told."""
+    """Is the base of all errors of fxpar. ``told``: whether every rank knows of it."""
 
     told = False
 
@@ -38,64 +39,64 @@ class FxparError(RuntimeError):
 
 
 class MeshError(FxparError, ValueError):
-    """A mesh that cannot be: malformed text, wrong size, unknown axis."""
+    """Says that a mesh is not valid: malformed text, wrong size, unknown axis."""
 
 
 class SpecError(FxparError, ValueError):
-    """A spec that cannot be: axis used twice, indivisible dim, malformed text."""
+    """Says that a spec is not valid: an axis used twice, malformed text."""
 
 
 class RuleError(FxparError, ValueError):
-    """A sharding rule that cannot be read or does not fit its operands."""
+    """Says that a sharding rule cannot be read, or does not fit its operands."""
 
 
 class HintError(FxparError, ValueError):
-    """A hint that does not fit the program or the mesh."""
+    """Says that a hint does not fit the program or the mesh."""
 
 
 class RegionError(FxparError, ValueError):
-    """A manual region that cannot be: specs that do not fit, a result that differs
-    between ranks though it is said to be whole."""
+    """Says that a manual region is not valid: its specs do not fit, or a result differs
+    between ranks though its spec is whole."""
 
 
 class OptionError(FxparError, ValueError):
-    """An unknown option or a value it cannot take."""
+    """Says that an option is unknown, or cannot have a value."""
 
 
 class PlanError(FxparError):
-    """A plan that cannot be made, loaded or applied."""
+    """Says that a plan cannot be made, loaded or applied."""
 
 
 class TooLargeError(PlanError):
-    """A plan that a rank has no memory for."""
+    """Says that no plan fits in the memory of a rank."""
 
 
 class ScheduleError(FxparError):
-    """A schedule that cannot be read, or a verb that would change a number."""
+    """Says that a schedule cannot be read, or that a verb would change a number."""
 
 
 class ShardError(FxparError):
-    """Parameters that cannot be laid out at rest, or were replaced since."""
+    """Says that parameters cannot be sharded, or are used as shards cannot be."""
 
 
 class UnknownOpError(FxparError):
-    """An op without a sharding rule, under ``FXPAR_STRICT=1``."""
+    """Says that an op has no sharding rule, under ``FXPAR_STRICT=1``."""
 
 
 class InputMismatchError(FxparError):
-    """Inputs that should be identical on every rank are not."""
+    """Says that values differ that must be equal on all ranks."""
 
 
 class GradientError(FxparError):
-    """Gradients that should be those of the whole batch are each rank's own."""
+    """Says that ranks compute gradients of different losses."""
 
 
 class RankMismatchError(FxparError):
-    """Ranks disagree about the program or the plan, or one did not answer."""
+    """Says that ranks run different programs or options, or that one is missing."""
 
 
 class LostRankError(RankMismatchError):
-    """A rank ended, or hangs, in mid-step. ``rank``: which one, if one is meant."""
+    """Says that a rank ended, or hangs, in a step. ``rank``: which one, if known."""
 
     def __init__(
         self, what: str, *, rank: int | None = None, fix: str | None = None
@@ -105,38 +106,37 @@ class LostRankError(RankMismatchError):
 
 
 class RoomError(FxparError):
-    """More rows for the experts of a rank than it was told to have room for."""
+    """Says that more rows came for the experts of a rank than it has room for."""
 
 
 class DeviceError(FxparError):
-    """Ranks and accelerators do not fit together."""
+    """Says that ranks and accelerators do not fit together."""
 
 
 class FxparWarning(UserWarning):
-    """Base of all warnings of fxpar: numbers stay right, something costs more."""
+    """Is the base of all warnings: numbers stay right, something costs more."""
 
 
 def warn(what: str, *, where: str | None = None, fix: str | None = None) -> None:
     """Warn at the innermost line of the user's own code that led here."""
-    text, frame = compose(what, where=where, fix=fix), sys._getframe(1)
-    here = frame
-    while _is_library(here.f_code.co_filename):
-        if here.f_back is None:  # a thread of a library
-            here = frame
-            break
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and is_library(here.f_code.co_filename):
         here = here.f_back
+    # A thread of a library has no line of the user, and ours says nothing.
+    file, line = (here.f_code.co_filename, here.f_lineno) if here else ("fxpar", 0)
+    names = here.f_globals if here else globals()
     warnings.warn_explicit(
-        text,
+        compose(what, where=where, fix=fix),
         FxparWarning,
-        here.f_code.co_filename,
-        here.f_lineno,
-        here.f_globals.get("__name__", "__main__"),
-        here.f_globals.setdefault("__warningregistry__", {}),
+        file,
+        line,
+        names.get("__name__", "__main__"),
+        names.setdefault("__warningregistry__", {}),
     )
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Return whether a file is of fxpar, of torch, of Python, or of generated code."""
     libraries = (sys.modules.get(name) for name in ("fxpar", "torch"))
     folders = [Path(x.__file__).parent for x in libraries if x and x.__file__]

@@ -164,9 +164,12 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         if pipeline_axis(self.mesh) is not None:
-            return "no table by layer: stages have unlike ones, which are listed above"
+            return (
+                "no table by layer: stages have different layers; the stages are "
+                "listed above"
+            )
         if not self.mesh.is_shared_equally:
-            return "no table by layer: ranks have unlike shares of each"
+            return "no table by layer: ranks have unequal shares of each layer"
         graph = as_run(
             result.local,
             disable=self.options.disable,

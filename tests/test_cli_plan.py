@@ -158,7 +158,7 @@ def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "why"),
-    [("pp=2", "stages"), ("dp=2{1.0,0.5}", "unlike shares"), ("", "has no program")],
+    [("pp=2", "stages"), ("dp=2{1.0,0.5}", "unequal shares"), ("", "has no program")],
 )
 def test_why_there_is_no_table_by_layer(
     mesh: str, why: str, folder: Path, capsys

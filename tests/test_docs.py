@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fxpar
+from fxpar import errors
 from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -293,10 +294,48 @@ def test_every_page_is_short_and_stands_in_the_index() -> None:
         assert len(re.findall(r"[^\s|]+", page.read_text())) <= 1500, name(page)
 
 
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command += ["--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "index.html").exists()
+
+
 def test_the_public_names_are_all_listed() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     named = set(re.findall(r"`fxpar\.(\w+)`", page.split("`help(")[0]))
     assert named == set(fxpar.__all__)
+
+
+def texts_of_the_package() -> str:
+    """All texts in the package that are no docstrings, what is filled in left out."""
+    texts = []
+    for path in ROOT.glob("fxpar/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    x.value if isinstance(x, ast.Constant) else "\0"
+                    for x in node.values
+                )
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_that_are_explained_exist() -> None:
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    classes = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    own = {key for key, x in vars(errors).items() if isinstance(x, type)}
+    named = {key for key in own if key.endswith("Error")}
+    assert classes == named - {"FxparError"}
+    texts = texts_of_the_package()
+    rows = re.findall(r"^\| ([^`|][^|]*) \|[^|]*\|[^|]*\|$", page, re.M)
+    pieces = [piece.strip() for row in rows for piece in row.split("...")]
+    assert len(pieces) > 40
+    assert [piece for piece in pieces if piece not in texts] == []
 
 
 def test_pages_that_messages_name_exist() -> None:

@@ -33,7 +33,7 @@ LEVELS = [
     {"errors", "units"},
     # The two use one another: patches know torch, and adapters enter patches.
     {"_torch", "_fast"},
-    {"option_values"},
+    {"option_values", "print_errors"},
     {"config"},
     {"cache_files", "layers"},
     ALGEBRA,

@@ -21,6 +21,11 @@ def test_no_page_differs(studies: dict[str, Any]) -> None:
     assert studies["stale"]() == [], "python benchmarks/studies.py --write"
 
 
+def test_readmes_have_the_headlines_of_the_json(studies: dict[str, Any]) -> None:
+    headline = studies["MADE"]["headline"]()
+    assert all(headline in path.read_text() for path in studies["READMES"])
+
+
 def test_every_result_is_read_by_a_study_or_a_test(studies: dict[str, Any]) -> None:
     tables = (table for study in studies["STUDIES"] for table in study.tables)
     read = {file for table in tables for file in table.files}

@@ -194,8 +194,8 @@ class CopiedView(DTensor):
 
     def __tensor_flatten__(self) -> Any:
         raise ShardError(
-            f"a view {list(self.shape)} of a split tensor enters compiled code, where "
-            "it would be a copy",
+            f"a view {list(self.shape)} of a sharded tensor enters compiled code, "
+            "where writes to the view would be lost",
             fix="pass view.clone(), or view.full_tensor()",
         )
 

@@ -150,7 +150,7 @@ def show_step(
     changes = [f"{op} {before[op]} -> {after[op]}" for op in changed[:_OPS]]
     if len(changed) > _OPS:
         changes.append(f"{len(changed) - _OPS} more")
-    text = ", ".join(changes) or "no op more or fewer"
+    text = ", ".join(changes) or "the same ops"
     log.warning("%s: %s %.3f s: %s", label, step, seconds, text)
 
 
@@ -178,15 +178,15 @@ _WHOLE = "the plan splits nothing"
 
 def _why_whole(plan: Plan) -> str:
     """Return why a plan splits nothing."""
-    if any(note.startswith(("search: ", "found before")) for note in plan.notes):
+    if any(note.startswith(("search: ", "stored plan")) for note in plan.notes):
         return "by the cost model every split takes longer than it saves"
     return "no axis divides a dim that its ops can split, or hints keep them whole"
 
 
 # Notes that begin so report a choice; all others are warnings.
 _NEWS = (
-    *("search: ", "schedule: ", "mesh ", "found before", "result ", "in parts: "),
-    *("uneven: ", "shares: ", "stages: ", "gathered: ", "holds for "),
+    *("search: ", "schedule: ", "mesh ", "stored plan", "result ", "in parts: "),
+    *("uneven: ", "shares: ", "stages: ", "gathered: ", "valid for "),
 )
 
 
@@ -221,7 +221,8 @@ def report(
         text = f"{name}: {_WHOLE}, {whose} {count} ranks "
         text += f"compute the whole of it: {_why_whole(plan)}"
         fix = (
-            "see what splits would cost with python -m fxpar plan; or ask for one with "
+            "run python -m fxpar plan to see what splits would cost; or ask for "
+            "one with "
         )
         fix += "hints, or fxpar.constrain"
         warn(text, fix=fix)
@@ -230,9 +231,9 @@ def report(
     if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         text = (
-            f"{name} ends in a graph break: its results cross as ordinary tensors, "
-            f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes gathered "
-            f"in {len(made_whole)} collectives)"
+            f"{name} ends in a graph break: its results become ordinary tensors, "
+            f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes "
+            f"gathered in {len(made_whole)} collectives)"
         )
         fix = (
             "write a branch by data with torch.where or torch.cond, or move what "

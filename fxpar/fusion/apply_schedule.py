@@ -80,7 +80,7 @@ def _node(edit: Edit, argument: Argument) -> fx.Node:
         raise _Unfit
     node = edit.node(argument)
     if is_closed(node):
-        what = f"{node.name} is of shards that are not alike, which verbs would cut so"
+        what = f"{node.name} has shards of unequal sizes, which a schedule cannot edit"
         fix = "leave out the line, or choose mesh sizes that divide the dims"
         raise ScheduleError(what, where=user_line(node), fix=fix)
     return node
@@ -177,7 +177,7 @@ def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
     for name, argument in line.options:
         if name not in takes.options:
             names = ", ".join(takes.options) or "none"
-            raise _unfit(line, f"{name}= is no option of it ({names})")
+            raise _unfit(line, f"{name}= is not one of its options ({names})")
         options[name] = _value(edit, line, takes.options[name], name, argument)
     missing = [name for name in takes.needs if name not in options]
     if missing:
@@ -191,10 +191,10 @@ def _kinds(takes: Takes, line: Line) -> list[Kind]:
     few, or too many."""
     count, fixed = len(line.arguments), len(takes.nodes)
     if count < fixed:
-        raise _unfit(line, f"{count} arguments of at least {fixed} are there")
+        raise _unfit(line, f"{count} arguments are given, at least {fixed} are needed")
     kinds = [*takes.nodes, *((takes.optional,) if takes.optional else ())]
     if count > len(kinds) and takes.further is None:
-        raise _unfit(line, f"{count} arguments are there, of at most {len(kinds)}")
+        raise _unfit(line, f"{count} arguments are given, of at most {len(kinds)}")
     kinds += [takes.further] * (count - len(kinds)) if takes.further else []
     return kinds[:count]
 
@@ -366,7 +366,7 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
     """Apply one line of a schedule. ``check``: check the graph after it, which takes
     time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
-        what = f"{line.verb!r} is no verb, in: {line_text(line)}"
+        what = f"{line.verb!r} is not a verb, in: {line_text(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:

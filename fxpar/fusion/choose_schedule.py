@@ -139,7 +139,7 @@ def failed(error: Exception) -> None:
     verb takes is a limit, anything else a bug of ours."""
     if isinstance(error, ScheduleError) and not isinstance(error, Unexpected):
         what, where = f"no schedule is chosen: {error.what}", error.where
-        fix = "leave it so, or set FXPAR_SCHEDULE=none, which does not look for one"
+        fix = "set FXPAR_SCHEDULE=none to look for none; numbers are right either way"
     else:
         what, where = f"no schedule is chosen: {type(error).__name__}: {error}", None
         fix = "report it, and set FXPAR_SCHEDULE=none"

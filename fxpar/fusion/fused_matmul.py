@@ -165,7 +165,7 @@ def gather(
     try:
         whole, products = matmul_run.gather_matmul(provider, rows.view(-1, k), ws)
     except Unshared as error:
-        log.debug("a gather and its matmul run otherwise: %s", error)
+        log.debug("an all-gather and its matmul are not fused: %s", error)
         return None
     shape = [count * rows.shape[0], *rows.shape[1:-1]]
     return [_back(y, shape, dim) for y in (whole, *products)]
@@ -185,7 +185,7 @@ def scatter(
     try:
         part = matmul_run.matmul_scatter(provider, rows.view(-1, k), w, mean=mean)
     except Unshared as error:
-        log.debug("a matmul and its reduce-scatter run otherwise: %s", error)
+        log.debug("a matmul and its reduce-scatter are not fused: %s", error)
         return None
     return _back(part, [rows.shape[0] // count, *rows.shape[1:-1]], dim)
 

@@ -118,23 +118,23 @@ def _is_no_op(node: fx.Node) -> bool:
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
         communicates,
-        "communicates, and no step stands for it",
+        "communicates by an op that schedules do not know",
         "trace collectives of one tensor each: all_reduce, reduce_scatter_tensor, "
         "all_gather_into_tensor, all_to_all_single, isend, irecv",
     ),
     (
         _writes,
-        "writes over what it reads, past which nothing could be moved",
+        "writes to its operand in place, so that nothing could be moved past it",
         "trace torch.func.functionalize(fn) instead of fn",
     ),
     (
         _over_what_others_see,
-        "is written over memory which others see",
+        "writes to memory that other values share",
         "receive into a fresh torch.empty that nothing else reads",
     ),
     (
         _holds_graphs,
-        "runs graphs of its own, which no verb looks into",
+        "runs graphs of its own, which no verb edits",
         "trace what it does without it",
     ),
     (_is_no_op, "is no op", "trace the graph with make_fx(..., tracing_mode='fake')"),
@@ -158,10 +158,10 @@ _NUMBER = "fxpar_order"
 _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
     "draw": (
         takes_from_generator,
-        "would draw random numbers before or after others than it does",
+        "would draw random numbers in another order",
     ),
-    "exchange": (_sends_rows, "would send rows before or after others than it does"),
-    "message": (is_message, "would be a message before or after others than it is"),
+    "exchange": (_sends_rows, "would send rows in another order"),
+    "message": (is_message, "would send or receive in another order"),
 }
 
 _FIX = "leave what draws or communicates where it is: name other nodes"
@@ -198,7 +198,10 @@ def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
             last[kind] = now
             draw_count += kind == "draw"
     if draw_count < counts["draw"]:
-        what = f"{verb}: random numbers that others draw after would not be drawn"
+        what = (
+            f"{verb}: a draw of random numbers would be left out, so that later draws "
+            "would differ"
+        )
         raise ScheduleError(what, fix=_FIX)
 
 

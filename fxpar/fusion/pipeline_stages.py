@@ -88,7 +88,7 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
     stages = [edit for edit in edits if _has(edit, bare)]
     if not stages:
         raise ScheduleError(
-            f"no stage has all that this names: {line}",
+            f"no stage has all nodes that this line names: {line}",
             fix="name nodes of one stage's graph, or a message by its tag",
         )
     return bare, stages
@@ -164,7 +164,7 @@ def _compare(edits: Sequence[Edit], axis: str) -> None:
                     f"message {number} from stage {i} to stage {j} is "
                     f"{_written(one)} where it is sent, {_written(other)} where it is "
                     "received",
-                    fix="change it alike in both graphs, as share does",
+                    fix="make the same change in both graphs, as share does",
                 )
 
 

@@ -165,10 +165,10 @@ def _with_settings(settings: Settings, line: Line) -> Settings:
     setting, options = SETTINGS[line.verb], dict(line.options)
     why = None
     if line.arguments or line.gives:
-        why = f"it names no node, {line.arguments or line.gives} stand there"
+        why = f"it takes no nodes, and is given {line.arguments or line.gives}"
     for name, value in options.items():
         if name not in setting.fields:
-            why = f"{name}= is no option of it ({', '.join(setting.fields)})"
+            why = f"{name}= is not one of its options ({', '.join(setting.fields)})"
         elif not isinstance(value, int) or value < setting.least:
             why = f"{name} is {value}, not a number that is at least {setting.least}"
     if setting.needs not in options:

@@ -140,7 +140,7 @@ class Cutter:
         if node.op != "call_function" or not tensors_of(node.meta.get("val")):
             raise Refused("is no op on tensors")
         if bodies_of(node):
-            raise Refused("runs graphs of its own, which no verb looks into")
+            raise Refused("runs graphs of its own, which no verb edits")
         try:
             rule, has_rule = self._rules(node)
         except RuleError as error:

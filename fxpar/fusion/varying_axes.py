@@ -118,7 +118,7 @@ def of_spec(node: fx.Node) -> Axes:
         return frozenset((*spec.axes, *node.meta.get(VARIES, ())))
     if isinstance(node.meta.get("val"), torch.Tensor):
         raise ScheduleError(
-            f"input {node.name} does not say how it lies on the mesh",
+            f"input {node.name} has no spec on the mesh",
             fix="pass inputs=[Spec, ...], one for each tensor the graph takes",
         )
     return frozenset()

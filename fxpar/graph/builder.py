@@ -263,7 +263,7 @@ class Builder:
         *part: str | int,
     ) -> fx.Node:
         if not isinstance(rows, int):
-            raise Inexpressible("shards of a size that is left open are not alike")
+            raise Inexpressible("shards of a dynamic size are unequal")
         args = (str(self.mesh), tuple(axes), rows, *part)
         node = self.graph.call_function(target, args)
         node.meta["val"] = value

@@ -112,11 +112,10 @@ def _failed(place: int) -> _torch.distributed.Failed:
 
     def error(rank: int, cause: Exception) -> LostRankError:
         return LostRankError(
-            f"the stage at place {place} along the axis of stages (rank {rank}) ended "
-            f"or hangs: a message between it and this rank did not get through "
-            f"({_reason(cause)})",
+            f"rank {rank}, at position {place} of the pipeline, ended or hangs: a "
+            f"message between it and this rank failed ({_reason(cause)})",
             rank=rank,
-            fix=f"look at what rank {rank} printed; if it computes for longer than a "
+            fix=f"see what rank {rank} printed; if it computes for longer than a "
             "message may take, give init_process_group a longer timeout",
         )
 
@@ -130,13 +129,13 @@ def _failed_for_all(place: int) -> _torch.distributed.Failed:
 
     def error(rank: int, cause: Exception) -> LostRankError:
         return LostRankError(
-            f"what the stage at place {place} along the axis of stages (rank {rank}) "
-            "gives to all did not get through: one of the stages ended or hangs "
+            f"a value that rank {rank}, at position {place} of the pipeline, "
+            "sends to all ranks did not arrive: one of the stages ended or hangs "
             f"({_reason(cause)})",
             rank=None,
-            fix="look at what the ranks printed, the first that failed above all; if "
-            "one computes for longer than a message may take, give init_process_group "
-            "a longer timeout",
+            fix="see what the ranks printed, first of all the first that failed; if "
+            "one computes for longer than a message may take, give "
+            "init_process_group a longer timeout",
         )
 
     return error

@@ -90,7 +90,8 @@ def _refuse_sparse(node: fx.Node) -> None:
         module = ".".join(module_path(node) or ())
         raise PlanError(
             f"{node.name}{f' of module {module!r}' if module else ''} is sparse "
-            f"({layout}), as are the gradients of sparse=True; no rule splits such",
+            f"({layout}), as are the gradients of sparse=True; sparse tensors "
+            "have no sharding rules",
             where=_nearest_line(node),
             fix="use sparse=False and dense tensors, or leave this code out of the "
             "graph with torch.compiler.disable",
@@ -181,8 +182,8 @@ def _enter(
     local, shape, spec, hint, its_mesh, *_ = node.args
     if str(Mesh.parse(its_mesh).unrefined) != str(mesh.unrefined):
         raise MeshError(
-            f"parameters or inputs rest on mesh {its_mesh}, the program is for mesh "
-            f"{mesh}",
+            f"parameters or inputs are sharded over mesh {its_mesh}, the program "
+            f"is for mesh {mesh}",
             where=user_line(node),
             fix="give fxpar.shard, DTensors and torch.compile one mesh, best by "
             "FXPAR_MESH alone",

@@ -60,9 +60,10 @@ def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
     if not nodes or "cuda" not in device_types:
         return
     warn(
-        f"attention with dropout is computed by products ({len(nodes)} calls): its "
-        "memory grows with the square of the sequence, and its mask is not that of a "
-        "kernel on one device",
+        "attention with dropout is computed by matrix products, not by a fused "
+        f"kernel ({len(nodes)} calls): its memory grows with the square of the "
+        "sequence, and its random mask differs from that of the kernel on one "
+        "device",
         where=user_line(nodes[0]),
         fix="set the dropout of attention to 0 (attn_pdrop, "
         "attention_probs_dropout_prob, attention_dropout), which uses the kernels",

@@ -385,7 +385,9 @@ class TracedCall:
         """
         leaves, tree = _torch.fake.tree_flatten((args, kwargs))
         if tree != self.tree:
-            raise PlanError("the arguments are structured unlike those planned with")
+            raise PlanError(
+                "the arguments have another structure than those planned with"
+            )
         state = {
             **dict(self.program.named_parameters()),
             **dict(self.program.named_buffers()),

@@ -333,8 +333,10 @@ def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
     if options.alike or result.solution.gap <= _POOR:
         return []
     return [
-        f"the plan may be {result.solution.gap:.0%} from the best after "
-        f"{options.seconds:.0f} s of search: give search_seconds more"
+        (
+            f"the plan may be {result.solution.gap:.0%} from the best after "
+            f"{options.seconds:.0f} s of search: increase search_seconds"
+        )
     ]
 
 
@@ -461,9 +463,9 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
             )
             out.setdefault(
                 (rows, axes),
-                f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are "
-                f"{largest} at most on one of {mesh.count(axes)} ranks, which are idle "
-                f"{idle:.0%} of the time",
+                f"uneven: {rows} rows of {value.name} over {'+'.join(axes)}: the "
+                f"largest of {mesh.count(axes)} shards has {largest}, and ranks "
+                f"are idle {idle:.0%} of the time",
             )
     return list(out.values())
 
@@ -494,9 +496,11 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
             begin = "gathered: " if nbytes < _MUCH else ""
             out.setdefault(
                 (op.name, line, d),
-                f"{begin}{op.name} reads dim {d} of {value.name} "
-                f"{list(value.shape)} whole, which lies split over {'+'.join(before)}: "
-                f"up to {nbytes:.0f} bytes to each rank"
+                (
+                    f"{begin}{op.name} reads dim {d} of {value.name} "
+                    f"{list(value.shape)} whole, which is split over "
+                    f"{'+'.join(before)}: up to {nbytes:.0f} bytes to each rank"
+                )
                 + (f" ({line})" if line else ""),
             )
     return list(out.values())

@@ -386,7 +386,7 @@ def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> N
     if not dim:
         return
     if len(unknown) > 1:
-        raise RuleError(f"rule '{rule}': sizes of {unknown} cannot be told apart")
+        raise RuleError(f"rule '{rule}': the sizes of {unknown} cannot be derived")
     if unknown:
         if product == 0 or n % product:
             raise RuleError(f"rule '{rule}': {n} is no multiple of {product}")

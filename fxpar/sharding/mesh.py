@@ -287,7 +287,7 @@ class Mesh:
             ]
             if self.count(inner_names) != size:
                 raise MeshError(
-                    f"mesh {self} does not have part {axis!r} by itself",
+                    f"mesh {self} has no axis for part {axis!r}",
                     fix=f"plan on {self.unrefined}, or for parts that it has",
                 )
             out += inner_names

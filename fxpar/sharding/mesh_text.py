@@ -90,8 +90,9 @@ def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
 def uncut(axis: str) -> MeshError:
     """Return the error for parts of an axis that has speeds or shares."""
     return MeshError(
-        f"mesh axis {axis!r} has unlike devices: it has no parts",
-        fix="leave out its speeds and shares, or the parts",
+        f"mesh axis {axis!r} has devices of different speeds or shares, and can "
+        "have no parts",
+        fix="leave out the speeds and shares, or the parts",
     )
 
 

@@ -96,7 +96,8 @@ def pipeline_axis(mesh: Mesh) -> str | None:
         raise MeshError(f"{axes[0]!r}: an axis of stages has no parts")
     if axes and set(mesh.unlike) - set(axes):
         raise MeshError(
-            f"mesh {mesh} has stages and unlike devices along another axis",
+            f"mesh {mesh} has stages and devices of different speeds along "
+            "another axis",
             fix="leave out the speeds, or the axis of stages",
         )
     if axes and mesh.weights_of(axes[0]):

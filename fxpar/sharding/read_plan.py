@@ -45,7 +45,7 @@ class Saved:
         value_text = (
             value_text if len(value_text) <= _SHOWN else f"{value_text[:_SHOWN]}..."
         )
-        return self.refuse(f"{what} should stand there, not {value_text}")
+        return self.refuse(f"{what} is expected, not {value_text}")
 
     def __getitem__(self, key: str) -> Saved:
         """Return an entry of a table."""
@@ -68,7 +68,7 @@ class Saved:
         if not isinstance(self.value, (list, tuple)):
             raise self._want("a list")
         if count is not None and len(self.value) != count:
-            raise self.refuse(f"{count} entries belong there, not {len(self.value)}")
+            raise self.refuse(f"{count} entries are expected, not {len(self.value)}")
         return [Saved(x, f"{self.place}[{i}]") for i, x in enumerate(self.value)]
 
     def each(self, read: Callable[[Saved], T], count: int | None = None) -> tuple:
@@ -225,7 +225,9 @@ def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
     operands = len(saved["operands"].items())
     results = len(shapes) - operands
     if results < 0:
-        raise saved["shapes"].refuse(f"{operands} operands alone have a shape each")
+        raise saved["shapes"].refuse(
+            f"at least {operands} shapes are expected, one for each operand"
+        )
     for result_name in [f"{name}.{i}" for i in range(results)]:
         if result_name not in values and not (results == 1 and name in values):
             raise saved["name"].refuse(

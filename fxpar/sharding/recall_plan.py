@@ -142,7 +142,7 @@ def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
     specs, settled = dict(plan.values), []
     for value in program.values:
         if value.name not in specs:
-            raise PlanError(f"the plan says nothing of value {value.name}", fix=_AGAIN)
+            raise PlanError(f"the plan has no spec for value {value.name}", fix=_AGAIN)
         try:
             specs[value.name].check(mesh, value.shape)
         except SpecError as error:

@@ -234,7 +234,7 @@ def test_a_static_cache_decodes_with_a_schedule() -> None:
 def test_a_graph_no_schedule_takes_is_not_ours_to_mend() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        failed(ScheduleError("copy_ writes over what it reads", where="model.py:3"))
+        failed(ScheduleError("copy_ writes to its operand", where="model.py:3"))
         failed(Unexpected("verb: KeyError"))
         failed(KeyError("x"))
     limit, ours, bug = (str(w.message) for w in seen)

@@ -214,7 +214,7 @@ def test_a_range_of_lengths_is_planned_once(
     """The first length is a program of its own, since Dynamo takes it for fixed."""
     sizes = [(4, length) for length in (*LENGTHS, 7)]
     notes = check(name, mesh, sizes, 2, **options)
-    assert said(notes, "holds for ") == [1]
+    assert said(notes, "valid for ") == [1]
 
 
 def train_again(
@@ -250,9 +250,9 @@ def test_a_second_start_finds_the_plan_of_open_sizes(tmp_path: Path) -> None:
         ranks = shared_pool(2).run(train_again, str(tmp_path), "block", sizes, options)
         for got, _ in ranks:
             assert got["losses"] == pytest.approx(want["losses"], rel=1e-10)
-            assert len(got["notes"]) == 1, "holds for both"
+            assert len(got["notes"]) == 1, "valid for both"
         searched.append(sum(count for _, count in ranks))
-        found.append(said(ranks[0][0]["notes"], "found before: ") == [0])
+        found.append(said(ranks[0][0]["notes"], "stored plan: ") == [0])
     assert found == [False, True, False]
     assert searched[1] == 0 < searched[0] == searched[2]
 
@@ -345,7 +345,7 @@ def test_parts_of_a_batch() -> None:
     change."""
     sizes = [(4, 64), (4, 48), (4, 7), (8, 48), (6, 24), (12, 31)]
     notes = check("llama", "dp=2", sizes, 3, inputs="local")
-    assert said(notes, "holds for") == [1, 2]
+    assert said(notes, "valid for") == [1, 2]
 
 
 @pytest.mark.multiprocess
@@ -384,7 +384,7 @@ def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
     sizes = [(4, 24), (4, 16), (4, 32)]
     notes = check("block", "dp=2", sizes, 3, microbatches=2)
     assert said(notes, "sizes are fixed: ") == [1, 2]
-    assert not said(notes, "holds for")
+    assert not said(notes, "valid for")
 
 
 def planned_again(replan: float | None, rows: Sequence[int]) -> list[tuple[int, str]]:
@@ -402,7 +402,7 @@ def planned_again(replan: float | None, rows: Sequence[int]) -> list[tuple[int, 
             torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-6)
             made = fxpar.plans()[before:]
             plans.append((len(made), made[-1].hash))
-            assert any("holds for" in note for note in made[-1].notes)
+            assert any("valid for" in note for note in made[-1].notes)
     return plans
 
 
@@ -447,7 +447,7 @@ def scheduled(schedule: str) -> tuple[list[int], str, float]:
             far = (float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
             apart = max(apart, *far)
     (plan,) = fxpar.plans()[before:]
-    assert any("holds for" in note for note in plan.notes)
+    assert any("valid for" in note for note in plan.notes)
     return [len(each) for each in lists], plan.schedule, apart
 
 

@@ -115,7 +115,7 @@ def test_a_rank_that_breaks_early(who: int) -> None:
     pool.renew()
     for kind, text, _ in outcomes:
         assert kind == "RankMismatchError", outcomes
-        assert f"rank {who} did not come to a call of the graph at " in text
+        assert f"rank {who} did not reach a call of the graph at " in text
         assert "with fxpar.alone()" in text and "FXPAR_TIMEOUT" in text
         assert f"rank {who} is idle at " in text
         assert "test_ranks_that_stop.py:" in text or "patience.py:" in text
@@ -139,7 +139,7 @@ for step in range(9):
 def test_a_rank_that_ends_early(who: int) -> None:
     ended = run_script(ENDS % who, ranks=2, timeout=60.0)
     assert ended[who].code == 0 and ended[1 - who].code == 1
-    assert f"rank {who} did not come" in ended[1 - who].output
+    assert f"rank {who} did not reach" in ended[1 - who].output
     assert f"rank {who} has ended" in ended[1 - who].output
     assert "FXPAR_TIMEOUT" not in ended[1 - who].output  # that is not what it met
 
@@ -164,7 +164,7 @@ def test_a_rank_that_leaves_out_a_backward(codegen: str) -> None:
     ended = run_script(LEAVES_OUT % codegen, ranks=2, env=SOON, timeout=120.0)
     assert [each.code for each in ended] == [1, 1]
     text = ended[1].output
-    assert "rank 0 did not come" in text and "every backward" in text
+    assert "rank 0 did not reach" in text and "every backward" in text
     assert re.search(r"rank 0 is in a graph at \S+:10\b", text), text
 
 
@@ -366,4 +366,4 @@ def test_a_backward_that_one_rank_leaves_out() -> None:
     pool.renew()
     name, text, _ = runs[0][0]
     assert name == "RankMismatchError"
-    assert "rank 1 did not come to 'the backward of graph" in text
+    assert "rank 1 did not reach 'the backward of graph" in text

@@ -130,7 +130,7 @@ def test_one_mesh_and_the_numbers_of_one_device(
     for got, meshes, hashes, notes in pool.run(together, sharded, env=env):
         same(got, want)
         assert (meshes, hashes) == results[0][1:3]
-        assert sum(note.startswith("found before") for note in notes) == 2
+        assert sum(note.startswith("stored plan") for note in notes) == 2
     assert sorted((tmp_path / "caches" / "fxpar").glob("*.json")) == kept
 
 

@@ -307,7 +307,7 @@ def test_a_rank_that_fails_while_compiling() -> None:
 
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_within_a_step() -> None:
-    check_that_ranks_end("dp=2", "rank 1 has ended without a word")
+    check_that_ranks_end("dp=2", "rank 1 has ended without an error")
 
 
 @pytest.mark.multiprocess

@@ -86,5 +86,5 @@ def test_what_does_not_divide_is_cut_in_fewer_parts() -> None:
     want = whole_steps(None, STEPS, size=6)
     for got in shared_pool(2).run(whole_steps, options, STEPS, False, 6):
         # 3 rows on a rank, if the plan splits the batch, else 6.
-        assert any("rows on a rank are cut in 3 parts" in x for x in got["notes"])
+        assert any("and are cut into 3" in x for x in got["notes"])
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-12)

@@ -252,4 +252,7 @@ def test_hints_along_stages_are_refused() -> None:
 
 def test_pins_are_for_the_program() -> None:
     for text in ranks_of("pp=2").run(hinted, "pp=2", "pp=1"):
-        assert "'*.weight' pins to a stage" in text and "FXPAR_HINTS" in text
+        assert (
+            "'*.weight' pins parameters to a pipeline stage" in text
+            and "FXPAR_HINTS" in text
+        )

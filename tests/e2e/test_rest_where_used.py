@@ -281,7 +281,7 @@ def again(mesh: str | None, folder: str) -> list[Any]:
             assert has_moved(model) and "all_to_all" not in str(plan.collectives)
             plan.save(folder)
     if mesh is not None:
-        assert "found before" in str(plan.notes)
+        assert "stored plan" in str(plan.notes)
     return out
 
 

@@ -112,9 +112,9 @@ def test_chosen_where_attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 REFUSED = [
-    ("full", 16, "cp=4", "no attention with a causal mask"),
-    ("causal", 12, "cp=4", "no halves"),
-    ("heads", 16, "cp=4", "no attention with a causal mask"),
+    ("full", 16, "cp=4", "not attention with a causal mask"),
+    ("causal", 12, "cp=4", "cannot be halved"),
+    ("heads", 16, "cp=4", "not attention with a causal mask"),
     ("keys", 16, "cp=4", "all keys, in order"),
 ]
 

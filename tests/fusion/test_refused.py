@@ -154,7 +154,7 @@ def test_a_region_with_a_way_out_and_back() -> None:
         return torch.tanh(a) * a
 
     toy = Toy(program, WHOLE)
-    refused(toy, "fuse([add, mul])", "lies between nodes of the region")
+    refused(toy, "fuse([add, mul])", "is between nodes of the region")
     toy.check("fuse([add, tanh, mul])")
 
 
@@ -301,9 +301,9 @@ def with_graphs(x: Any) -> Any:
         (unknown_group, "whose axes are unknown"),
         (uneven, "pieces of unequal size"),
         (twice_along, "twice along one axis"),
-        (broadcasting, "communicates, and no step stands for it"),
-        (in_place, "writes over what it reads"),
-        (received_over, "memory which others see"),
+        (broadcasting, "communicates by an op that schedules do not know"),
+        (in_place, "writes to its operand"),
+        (received_over, "memory that other values share"),
     ],
 )
 def test_programs_that_no_schedule_is_for(program: Any, reason: str) -> None:
@@ -373,11 +373,14 @@ def test_chunks_of_a_norm() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("split(all_reduce, dim=1, dim2=3)", r"dim2= is no option of it \(dim\)"),
+        (
+            "split(all_reduce, dim=1, dim2=3)",
+            r"dim2= is not one of its options \(dim\)",
+        ),
         ("split(all_reduce, dim=7)", "has no 4 parts along 7"),
         ("split(add)", "is no all-reduce"),
         ("split(nothing)", "no node named 'nothing'"),
-        ("divide(all_reduce)", "is no verb"),
+        ("divide(all_reduce)", "is not a verb"),
         ("split(all_reduce) -> a, b, c", "gives 2 values"),
         ("overlap(mm, all_reduce, chunks=3)", "no 3 chunks"),
         ("hierarchical(all_reduce, inner=tp, outer=dp)", "reduces over"),
@@ -397,9 +400,9 @@ def test_lines_that_do_not_fit(line: str, reason: str) -> None:
         ("split(all_reduce, dim=a)", "dim is a, not a number"),
         ("split(all_reduce, dim=[mm])", r"dim is \[mm\], not a number"),
         ("split([all_reduce])", r"argument 1 is \[all_reduce\], not the name"),
-        ("split()", "0 arguments of at least 1"),
+        ("split()", "0 arguments are given, at least 1"),
         ("hoist([all_reduce])", "not the name of a node"),
-        ("sink(all_reduce, mm)", "2 arguments are there, of at most 1"),
+        ("sink(all_reduce, mm)", "2 arguments are given, of at most 1"),
         ("cut(mm, axes=3)", "axes is 3, not axes"),
         ("cut(mm, axes=tp_and_tp)", "not axes, each once"),
         ("cut(mm)", "axes= is missing"),
@@ -408,14 +411,14 @@ def test_lines_that_do_not_fit(line: str, reason: str) -> None:
         ("reorder(add, all_reduce)", "not a list of names"),
         ("reorder([], all_reduce)", "not a list of names"),
         ("reorder([add], [all_reduce])", "argument 2 is"),
-        ("reorder([add])", "1 arguments of at least 2"),
+        ("reorder([add])", "1 arguments are given, at least 2"),
         ("bucket(all_reduce)", "not a list of names"),
         ("bucket([])", "not a list of names"),
         ("fuse([])", "not a list of names"),
         ("fuse([mm, mm])", "mm is named twice"),
-        ("merge()", "0 arguments of at least 2"),
+        ("merge()", "0 arguments are given, at least 2"),
         ("merge(all_reduce, all_reduce)", "is named twice"),
-        ("drop()", "0 arguments of at least 1"),
+        ("drop()", "0 arguments are given, at least 1"),
         ("overlap([], all_reduce)", "argument 1 is"),
         ("overlap(mm, all_reduce, chunks=0)", "chunks is 0, not a number"),
         ("overlap(mm, all_reduce, chunks=1)", "chunks is 1, not a number"),
@@ -501,7 +504,7 @@ def test_text_and_back() -> None:
 
 def test_an_input_must_say_how_it_lies() -> None:
     toy = Toy(lambda x: all_reduce(x), SUMMANDS)
-    with pytest.raises(ScheduleError, match="does not say how it lies"):
+    with pytest.raises(ScheduleError, match="has no spec on the mesh"):
         apply(SPLIT, toy.before, "tp=4")
     with pytest.raises(ScheduleError, match="has 2 entries for 1"):
         apply(SPLIT, toy.before, "tp=4", inputs=[None, None])

@@ -229,7 +229,7 @@ SHARE = "share(axes=tp, dim=0)"
         (two(sending, receiving), "share(axes=tp, tag=3)", "no stage has all"),
         (two(sending, receiving), "share(axes=tp, stage=0)", "is received"),
         (two(sending, receiving), "share(axes=tp, stage=1)", "is received"),
-        (two(sending, seen_by_others), SHARE, "which others see"),
+        (two(sending, seen_by_others), SHARE, "that other values share"),
         (two(sending, receiving), "overlap(add_1, isend, chunks=2)", "is received"),
         (
             two(sending, receiving),
@@ -238,7 +238,7 @@ SHARE = "share(axes=tp, dim=0)"
         ),
         (two(sending, receiving), "overlap(irecv, mm, chunks=2)", "is received"),
         (twice(), "merge(isend, isend_1, stage=0)", "is a message"),
-        (middle(), "fuse([irecv, mm, isend])", "lies between nodes of the region"),
+        (middle(), "fuse([irecv, mm, isend])", "is between nodes of the region"),
         (
             middle(),
             "fuse([irecv, mm, mm_1, all_reduce, add, isend], stage=1)",
@@ -251,9 +251,9 @@ SHARE = "share(axes=tp, dim=0)"
             "share it before fuse",
         ),
         # Two that stand in another order than the program has them in.
-        (twice(), "sink(isend, stage=0)", "before or after others"),
-        (answering(), "sink(isend, stage=0)", "before or after others"),
-        (twice(), "overlap(irecv, mul, chunks=2)", "before or after others"),
+        (twice(), "sink(isend, stage=0)", "in another order"),
+        (answering(), "sink(isend, stage=0)", "in another order"),
+        (twice(), "overlap(irecv, mul, chunks=2)", "in another order"),
         (
             two(sending, receiving),
             "split(all_reduce, stage=0) -> rs, ag\n"

@@ -134,7 +134,7 @@ def test_a_line_that_names_unlike_shards_is_refused() -> None:
     plan, _ = planned("tp=2", hints=HINTS)
     graph = _closed_ops(plan)
     item = next(node for node in graph.nodes if unlike_shards.is_closed(node))
-    with pytest.raises(ScheduleError, match="is of shards that are not alike"):
+    with pytest.raises(ScheduleError, match="has shards of unequal sizes"):
         apply(f"cut({item.name}, axes=tp)", plan.result.local, plan.mesh)
 
 

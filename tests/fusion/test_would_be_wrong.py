@@ -225,19 +225,19 @@ CASES: dict[str, Wrong] = {
     "a collective that no step stands for": Wrong(
         lambda: Toy(_coalesced, ("[_, _]", (16, 4))),
         "cut(wait_tensor, axes=tp, dim=1)",
-        "communicates, and no step stands for it",
+        "communicates by an op that schedules do not know",
         _all_come_in,
     ),
     "an op in place": Wrong(
         lambda: Toy(_in_place, ROWS, ROWS),
         f"sink({GATHER})",
-        "writes over what it reads",
+        "writes to its operand",
         _all_come_in,
     ),
     "a region that draws later": Wrong(
         lambda: Toy(_draws, WHOLE, WHOLE),
         "fuse([native_dropout, getitem, mul])",
-        "random numbers before or after",
+        "random numbers in another order",
         _any_order,
     ),
     "a sum that is rounded before": Wrong(
@@ -355,7 +355,7 @@ def test_what_is_drawn_for_nobody_is_still_drawn(
     toy = Toy(program, ROWS, WHOLE)
     toy.check(f"drop({GATHER})")
     monkeypatch.setattr(node_legality, "is_free", lambda node: True)
-    with pytest.raises(ScheduleError, match="would not be drawn"):
+    with pytest.raises(ScheduleError, match="would be left out"):
         toy.after(f"drop({GATHER})")
     monkeypatch.setattr(node_legality, "check", _nothing)
     with pytest.raises(AssertionError):

@@ -62,7 +62,7 @@ def read_by_a_view(x: Any, buffer: Any) -> Any:
 
 @pytest.mark.parametrize("f", [read_later, read_by_a_view])
 def test_what_is_read_behind_a_write_is_refused(f: Any) -> None:
-    with pytest.raises(ScheduleError, match="writes over what it reads"):
+    with pytest.raises(ScheduleError, match="writes to its operand"):
         after(f, "")
 
 

@@ -68,7 +68,7 @@ finally:
 # How a rank is not there -> what others say of it.
 _LOST = {
     "raises": "rank 1 ended: ValueError: of rank 1 alone",
-    "dies": "rank 1 has ended without a word",
+    "dies": "rank 1 has ended without an error",
     "hangs": "rank 1 is idle at <string>:",
 }
 

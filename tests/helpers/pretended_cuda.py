@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.passes.order import layer_segments
-
 # How a wrapper defines a kernel: its name, and its text.
 _KERNEL = re.compile(
     r"^\w+ = async_compile\.triton\('(\w+)', '''\n(.*?)'''", re.M | re.S
@@ -213,7 +211,6 @@ def generating() -> Iterator[list[Generated]]:
         pretended(),
         mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)),
         mock.patch.object(compile_fx, "compile_fx_inner", generate),
-        mock.patch.object(layer_segments, "DEVICES", {"cpu", "cuda"}),
     ):
         yield made
 

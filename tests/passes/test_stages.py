@@ -422,7 +422,7 @@ def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         text = "buckets(bytes=1)"
         fxpar.plan(blocks(), rows(), mesh="pp=2", mode="propagate", schedule=text)
     hints = {"0.weight": ("tp", None)}
-    with pytest.raises(PlanError, match=r"0.weight .*31@tp.* are not alike"):
+    with pytest.raises(PlanError, match=r"0.weight .*31@tp.* are unequal"):
         fxpar.plan(odd(), rows(), mesh="pp=2,tp=2", mode="propagate", hints=hints)
 
 
@@ -666,7 +666,7 @@ def test_a_stage_does_not_blame_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "start_broadcast", lambda *x: raised.append(x[-1]))
     pipeline_ops.share(torch.ones(2), None, 1, "g")
     text = str(raised[0](1, RuntimeError("closed by peer")))
-    assert "what the stage at place 1 along the axis of stages (rank 1) gives" in text
+    assert "a value that rank 1, at position 1 of the pipeline, sends" in text
     assert "one of the stages ended" in text and "rank 1) ended" not in text
 
 

@@ -118,10 +118,10 @@ def test_a_missing_rank_is_named() -> None:
     pool = shared_pool(4)
     pool.renew()
     for said, after in pool.run(one_is_missing, 3):
-        assert "rank 3 did not come to 'graph', where rank " in said and after == ""
+        assert "rank 3 did not reach 'graph', where rank " in said and after == ""
     # Nor does rank 0 go on by itself, once others have given up.
     said = [text for text, _ in pool.run(one_is_missing, 0)]
-    assert all("rank 0 did not come to 'graph'" in text for text in said)
+    assert all("rank 0 did not reach 'graph'" in text for text in said)
 
 
 def one_works() -> list[str]:
@@ -203,4 +203,4 @@ def test_a_store_that_is_late_is_asked_again(
     with caplog.at_level(logging.INFO, logger="fxpar"):
         me._run()
     assert store.asked == 3 and store.written == ["it/where/1"]
-    assert "rank 1 tells no other where it is: Broken pipe" in caplog.text
+    assert "rank 1 cannot report where it is: Broken pipe" in caplog.text

@@ -79,7 +79,9 @@ def test_attention_with_dropout_is_found_in_bodies_too() -> None:
 
 def test_products_are_said_where_there_are_kernels() -> None:
     new = without_kernels(traced(Attends(0.5)))
-    with pytest.warns(FxparWarning, match=r"by products \(2 calls\)(.|\n)*fix: set"):
+    with pytest.warns(
+        FxparWarning, match=r"by matrix products, .* \(2 calls\)(.|\n)*fix: set"
+    ):
         warn_of_products(new, {"cuda"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -87,7 +87,7 @@ def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
     assert not probe_network._crosses(mesh, ["device"], 4)
     assert probe_network._crosses(mesh, ["node"], 4)
-    with pytest.raises(MeshError, match="node\\+device lie partly") as error:
+    with pytest.raises(MeshError, match="node\\+device are partly") as error:
         probe_network._crosses(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
@@ -320,7 +320,7 @@ def test_ranks_that_do_not_end_are_ended(capfd) -> None:
     begin = time.monotonic()
     assert calibrate.spawn(2, ["--quick", "--out", "/dev/null"], timeout=0.5) == 1
     assert time.monotonic() - begin < 30
-    assert "not done after 0.5 s" in capfd.readouterr().err
+    assert "not finished after 0.5 s" in capfd.readouterr().err
 
 
 def test_mesh_and_ranks_must_fit() -> None:
@@ -336,7 +336,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(calibrate, "calibrate", None)
     assert main(["calibrate", "--out", "/missing/machine.json"]) == 1
-    assert "'/missing' is not there" in capsys.readouterr().err
+    assert "'/missing' does not exist" in capsys.readouterr().err
     for wrong in (["--limit", "-1"], ["--limit", "nan"], ["--ranks", "0"]):
         with pytest.raises(SystemExit):
             main(["calibrate", *wrong])

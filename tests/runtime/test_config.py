@@ -148,7 +148,7 @@ def test_settings_of_inductor() -> None:
         ({"inductor": 3}, "a mode of torch.compile, or a mapping"),
         (
             {"inductor": "max-autotune", "codegen": "eager"},
-            "codegen 'eager' runs no Inductor",
+            "codegen 'eager' does not run Inductor",
         ),
     ],
 )

@@ -78,7 +78,7 @@ def start(
             note
             for plan in fxpar.plans()[before:]
             for note in plan.notes
-            if note.startswith(("holds for", "sizes are fixed"))
+            if note.startswith(("valid for", "sizes are fixed"))
         ],
     }
 
@@ -108,7 +108,7 @@ def test_a_range_is_known_at_the_next_start(tmp_path: Path) -> None:
     traced so are known."""
     options = {"plan": "propagate", "hints": {"x": (None, "dp")}}
     cold, warm = two_starts(tmp_path, [8, 12], **options)
-    text = "holds for 2 <= x.shape[0]/2 and 2 <= x.shape[1]/2"
+    text = "valid for 2 <= x.shape[0]/2 and 2 <= x.shape[1]/2"
     assert [each["ranges"] for each in warm] == [[text]] * 2
     assert [[each["planned"], each["hits"]] for each in cold] == [[2, 0], [0, 1]]
     assert [each["hits"] for each in warm] == [1, 1]

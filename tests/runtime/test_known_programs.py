@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_file_counts_as_none(
     with caplog.at_level(logging.INFO, "fxpar"):
         found = known_programs.look_up("a program", "tag")
     assert found is not None and found.plan is None and found.number != before.number
-    assert "it is made anew" in caplog.text
+    assert "it is made again" in caplog.text
 
 
 def test_no_file_is_no_news(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,7 +394,7 @@ def at_rest(folder: str, whole: bool) -> dict[str, Any]:
             "apart": max(float((a.full_tensor() - b).abs().max()) for a, b in pairs),
             "hits": counters["aot_autograd"]["autograd_cache_hit"],
             "planned": len(planned),
-            "shared": any("found before" in n for n in fxpar.plans()[-1].notes),
+            "shared": any("stored plan" in n for n in fxpar.plans()[-1].notes),
         }
     finally:
         pipeline.decided = decided

@@ -206,7 +206,7 @@ def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
     told: list[Any] = pool.run(one_is_away, direct, which)
     pool.renew()
     for text in told:
-        assert f"rank {which} did not come to the call" in text
+        assert f"rank {which} did not reach the call" in text
         assert "FXPAR_TIMEOUT" in text and "fxpar.alone()" in text
 
 

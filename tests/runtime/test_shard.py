@@ -683,7 +683,7 @@ def test_meshes_that_differ() -> None:
     words = "dp=4", "FXPAR_MESH is dp=2,tp=2", "unset FXPAR_MESH"
     refused(another_mesh_than_the_environment, MeshError, *words, env=env)
     everywhere(the_mesh_of_the_environment, env=env)
-    words = "rest on mesh dp=2,tp=2", "for mesh dp=4", "by FXPAR_MESH"
+    words = "sharded over mesh dp=2,tp=2", "for mesh dp=4", "by FXPAR_MESH"
     refused(another_mesh_to_compile, MeshError, *words)
     refused(too_large_a_mesh, MeshError, "dp=8 has 8 ranks", "4 processes run")
 

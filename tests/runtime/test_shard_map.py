@@ -272,7 +272,7 @@ WRONG = {
         _region(lambda x: _attention(x, x, x, dropout_p=0.5), (TP,), (TP,)),
         "random inside a manual region",
     ),
-    "leaks": (_leaks, "leaves it other than"),
+    "leaks": (_leaks, "is read outside of it"),
     "nested": (_region(_twice, (TP,), (TP,)), "over no axis"),
     "nested, named": (
         _region(lambda x: shard_map(torch.sin, (TP,), (TP,), "tp")(x), (TP,), (TP,)),
@@ -344,7 +344,7 @@ COMPILED |= {"cut": _cut, "closure": _reads_closure}
 
 def check_refusals(names: list[str]) -> None:
     words = {name: text for name, (_, text) in WRONG.items()}
-    words |= {"closure": "leaves it other than", "cut": "a graph break cuts"}
+    words |= {"closure": "is read outside of it", "cut": "a graph break cuts"}
     for said in shared_pool(2).run(compiled_refusals, names):
         assert said.keys() == set(names)
         for name, text in said.items():

@@ -102,7 +102,7 @@ def test_a_plan_found_before_is_taken(
     assert second.plan.mesh == first.plan.mesh  # with its links
     assert second.plan.reasons == first.plan.reasons
     assert second.plan.notes[:-1] == first.plan.notes
-    assert second.plan.notes[-1].startswith(f"found before: {files(disk)[0]}")
+    assert second.plan.notes[-1].startswith(f"stored plan: {files(disk)[0]}")
 
 
 def test_a_plan_says_what_its_step_is_predicted_to_take() -> None:

@@ -134,7 +134,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         (TensorAttribute, "keeps an object of Tensor in its attribute 'scale'"),
         (Wraps, "keeps an object of SGD in its attribute 'inner'"),
         (Drops, "takes 'once' away"),
-        (OfNoParameter, "keeps state of no parameter, 'done'"),
+        (OfNoParameter, "keeps state that belongs to no parameter, 'done'"),
         (History, "makes 'history', of several values, longer"),
         (Nested, "keeps tensors inside of 'inside' of its state"),
     ],

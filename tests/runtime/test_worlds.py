@@ -337,7 +337,7 @@ def test_a_group_of_which_a_member_does_not_come() -> None:
     said = pool.run(a_member_does_not_come, timeout=60.0)
     pool.renew()
     assert said[1:] == ["", "", ""]
-    assert "rank 2 did not come to the process group dp=2,tp=2/dp" in said[0]
+    assert "rank 2 did not reach the process group dp=2,tp=2/dp" in said[0]
     assert "where rank 0 waited" in said[0]
 
 

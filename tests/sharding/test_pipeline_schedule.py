@@ -163,7 +163,7 @@ def test_axes_of_stages() -> None:
     assert split_off(Mesh.parse("dp=2,pp=1"))[1] is None
     with pytest.raises(MeshError, match="2 axes of stages"):
         split_off(Mesh.parse("pp=2,stage=2"))
-    with pytest.raises(MeshError, match="unlike devices"):
+    with pytest.raises(MeshError, match="devices of different speeds"):
         split_off(Mesh.parse("pp=2,dp=2{1,0.5}"))
     with pytest.raises(OptionError, match="no axis of stages"):
         split_off(Mesh.parse("dp=4"), "1f1b")

@@ -436,7 +436,7 @@ def test_a_batch_that_no_axis_divides_is_split_and_noted():
     plan = planned(torch.relu, x, mesh="dp=4")
     assert plan.outputs == (Spec("dp", None),)
     (note,) = (note for note in plan.notes if "idle" in note)
-    assert "6 rows of arg0 over dp are 2 at most on one of 4 ranks" in note
+    assert "6 rows of arg0 over dp: the largest of 4 shards has 2" in note
     assert "25%" in note
     torch.testing.assert_close(plan.simulate(x), plan.reference(x))
 

@@ -74,7 +74,10 @@ def experts_in_place(graph: fx.Graph, state: JointState) -> None:
     state.notes += tuple(dict.fromkeys(notes))
 
 
-_NO_SIZES = "no host waits for sizes on this device: rows are sent to experts in slots"
+_NO_SIZES = (
+    "rows are sent to experts in slots of a fixed size, since on this device counts "
+    "are not read on the host"
+)
 
 
 def _sent(

@@ -69,7 +69,7 @@ def _no_stages(state: JointState, what: str) -> str:
     may have broken a program: all ranks run it."""
     lines = (user_line(n) for n in state.graph.nodes if n.op == "call_function")
     return compose(
-        f"no stages of this graph, all ranks run the whole of it: {what}",
+        f"this graph is not cut into stages, all ranks run the whole of it: {what}",
         where=next(filter(None, lines), None),
         fix="trace it in one piece with what is before it "
         "(torch.compile(fullgraph=True) names the graph break), or leave it so",
@@ -85,8 +85,8 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
     makers = (op.node for op in decision.program.ops if value.index in op.results)
     maker = next(makers, None)
     raise PlanError(
-        "the program is cut into stages, and its shards of "
-        f"{value.name} {spec.format(value.shape)} are not alike",
+        f"the program is cut into stages, and its shards of {value.name} "
+        f"{spec.format(value.shape)} are unequal",
         where=maker and user_line(maker),
         fix="choose mesh sizes that divide the dims, or leave out the axis "
         f"{pipeline.axis}",

@@ -165,7 +165,7 @@ def _region(
     rung = choose(outline.program, facts_of(outline.group))
     other = under_way(region) if rung.is_fused else None
     if other is not None:
-        rung = Rung("nccl", f"{other.name} runs beside it, and could keep it waiting")
+        rung = Rung("nccl", f"{other.name} runs at the same time, and could delay it")
     why = ""
     if after >= before:
         why = f"in one kernel it would move {after} bytes, in several {before}"

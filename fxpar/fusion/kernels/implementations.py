@@ -91,7 +91,7 @@ def choose(program: RegionProgram, facts: GroupFacts) -> Rung:
         if why:
             return Rung("nccl", why)
     if [move.kind for move in moves] != ["all_reduce"]:
-        return Rung("one_shot", "every part is read once by who needs it")
+        return Rung("one_shot", "each rank reads the part it needs once")
     return _shots(nbytes_of(program, moves[0]), facts)
 
 
@@ -152,7 +152,10 @@ def _shots(nbytes: int, facts: GroupFacts) -> Rung:
         return Rung("one_shot", "two shots carry no less between two ranks")
     most = min(ONE_SHOT, _equal(facts.ranks, facts.bandwidth))
     if nbytes <= most:
-        return Rung("one_shot", f"{nbytes} bytes, up to {most} another barrier is dear")
+        return Rung(
+            "one_shot",
+            f"{nbytes} bytes, up to {most} another barrier costs more than it saves",
+        )
     why = f"{nbytes} bytes, from {most} on one shot reads too much"
     if facts.multicast:
         return Rung("multimem", f"{why}, and the switch sums up")

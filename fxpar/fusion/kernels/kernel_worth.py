@@ -270,8 +270,9 @@ def profitable(
     least = math.ceil(peak * size * (ranks - 1) / ranks / (2 * link.bandwidth))
     why = (
         f"{serial / overlapped:.2f} times as fast as one after the other, "
-        f"{chunked / overlapped:.2f} as chunk by chunk: {collective * 1e6:.0f} us to "
-        f"move beside {matmul * 1e6:.0f} us to compute; {name} = {free}, all is hidden "
+        f"{chunked / overlapped:.2f} as chunk by chunk: "
+        f"{collective * 1e6:.0f} us to communicate and "
+        f"{matmul * 1e6:.0f} us to compute; {name} = {free}, all is hidden "
         f"from {least}"
     )
     pays = min(serial, chunked) >= MARGIN * overlapped

@@ -122,7 +122,11 @@ def fused(
     try:
         results = launched(template, values, numbers, provider, targets)
     except Unshared as error:
-        log.debug("region %s: its collectives run by themselves: %s", program, error)
+        log.debug(
+            "region %s: its collectives run as operations of their own: %s",
+            program,
+            error,
+        )
         return None
     if not into:  # all new, and in the strides they are to have
         return [results[t.name] for t in program.outputs]
@@ -215,7 +219,7 @@ def planned(
 ) -> Template | None:
     """Return the kernel of a program on a rung; None if it has none. ``alone``: inputs
     that are given as numbers."""
-    name, why = way.rung, "so says the ladder"
+    name, why = way.rung, "by its size and device"
     while name in FUSED:
         shots, switch = FUSED[name]
         try:
@@ -233,7 +237,11 @@ def planned(
         log.debug("region %s: %s", program.hash, name)
         warps = way.warps or template.kernel.warps
         return replace(template, kernel=replace(template.kernel, warps=warps))
-    log.debug("region %s: its collectives run by themselves: %s", program.hash, why)
+    log.debug(
+        "region %s: its collectives run as operations of their own: %s",
+        program.hash,
+        why,
+    )
     return None
 
 

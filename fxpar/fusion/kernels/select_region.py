@@ -212,7 +212,7 @@ class _Growth:
         beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
         if beside is not None and self.schedule_region is None:
             if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
-                self._miss(start, f"it runs beside {beside.name}")
+                self._miss(start, f"it runs at the same time as {beside.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)

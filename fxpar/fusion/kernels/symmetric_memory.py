@@ -230,7 +230,7 @@ def _raise_missed(words: Sequence[int]) -> None:
     if missed:
         title = _TITLES.get(number, "a region")
         raise FxparError(
-            f"rank {missed - 1} of the group was not heard from inside {title}; "
+            f"rank {missed - 1} of the group sent no signal inside {title}; "
             "results since then are wrong",
             fix="see why that rank failed or was late, and start all ranks again",
         )

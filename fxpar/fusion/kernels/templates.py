@@ -173,7 +173,7 @@ class _TemplateBuilder:
             raise CannotEmit(moves[-1].result, "is not of the parts of all ranks")
         columns = {space_of(p).columns for p in self.cut.parts if p.outputs} - {0}
         if len(columns) > 1:
-            raise CannotEmit(moves[0].result, "rows before and behind it differ")
+            raise CannotEmit(moves[0].result, "rows before and after it differ")
         if columns:
             (each,) = columns
             if count % each:

@@ -53,7 +53,7 @@ def balances_of(graph: fx.Graph, mesh: Mesh) -> Schedule:
 def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
     """Apply ``balance(attention)``. Return its output, or the gradient of queries."""
     if node.target not in (_FORWARD, _BACKWARD):
-        raise refuse("balance", node, "is no attention with a causal mask by places")
+        raise refuse("balance", node, "is not attention with a causal mask by position")
     why = _obstacle(node, edit.mesh)
     if why is not None:
         raise refuse("balance", node, why)
@@ -73,7 +73,10 @@ def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
     queries, keys = _rows(node)
     ahead: Any = _ahead(node)
     if not isinstance(ahead, fx.Node) or ahead.target is not rank_ints.offset:
-        return "has queries that begin at the same place on all ranks, or not in steps"
+        return (
+            "has queries that begin at the same position on all ranks, or not at "
+            "equal steps"
+        )
     _, axes, stride, *begin = ahead.args
     count = mesh.count(axes)
     if stride != queries or any(begin):

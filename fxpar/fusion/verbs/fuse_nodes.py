@@ -50,7 +50,7 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
             raise refuse("fuse", node, "is of a region that was made before")
     between = path_outside(members)
     if between is not None:
-        raise refuse("fuse", between, "lies between nodes of the region, outside it")
+        raise refuse("fuse", between, "is between nodes of the region, and not in it")
     reductions = [n for n in members if n.target in _REDUCING]
     if len(reductions) > 1:
         raise refuse("fuse", reductions[1], "is a second reduction in one region")

@@ -44,7 +44,7 @@ def cut(
     dim = dividing("cut", edit, value, dim, axes)
     readers = list(value.users)
     if not readers:
-        raise refuse("cut", value, "is read by nobody")
+        raise refuse("cut", value, "is not read by any op")
     at = min(readers) if value.op == "placeholder" else value.next
     with edit.graph.inserting_before(at), edit.build.at(value):
         part = collective_nodes.step(

@@ -147,7 +147,9 @@ def _before_reduction(
     edit: Edit, nodes: tuple[fx.Node, ...], reduced: fx.Node, *extra: fx.Node
 ) -> list[fx.Node]:
     if extra:
-        raise refuse("reorder", extra[0], "is a second collective beside an all-reduce")
+        raise refuse(
+            "reorder", extra[0], "is a second collective, next to an all-reduce"
+        )
     op, axes = reduced.args[1], collective_nodes.axes_of(reduced)
     check_mean("reorder", reduced, op)
     varies, rules = edit.varies(), RuleReader()

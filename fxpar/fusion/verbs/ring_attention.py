@@ -95,7 +95,7 @@ class RingAttention:
         node = self.node
         queries = node.args[self.form.keys - 1]
         if self.form.argument(node, "is_causal"):
-            raise refuse("overlap", node, "counts places from its first key")
+            raise refuse("overlap", node, "counts positions from its first key")
         if any(self.form.argument(node, "grad_input_mask") or ()[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
         backward = self.form.backward

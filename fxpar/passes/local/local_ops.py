@@ -63,7 +63,7 @@ def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
     values = list(operands)
     for moves in call.rule.moves:
         if not all(isinstance(s[moves.dim], int) for s in call.shapes):
-            raise Inexpressible("rows are moved along a dim whose size is left open")
+            raise Inexpressible("rows are moved along a dim whose size is dynamic")
         values = _moved(call, values, _exchange(call, moves))
     several = not isinstance(call.node.meta["val"], torch.Tensor)
     return tuple(values) if several else values[0]
@@ -318,7 +318,8 @@ def _check(
         raise PlanError(
             f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
             f"{got}, its specs say {want}",
-            fix="its row needs a `shape` mark or a local form (see docs)",
+            fix="its row needs a `shape` mark or a local form "
+            "(docs/howto/add_an_op.md)",
         )
 
 

@@ -292,9 +292,9 @@ def refuse_draws(graph: fx.Graph) -> None:
             for inner in body.graph.nodes:
                 if _is_drawn_in_order(inner):
                     raise PlanError(
-                        f"{node.target} draws random numbers ({inner.target}) in a "
-                        "graph of its own, where ranks would not draw the same random "
-                        "numbers",
+                        f"{node.target} draws random numbers ({inner.target}) in "
+                        "a branch or loop, where ranks would not draw the same "
+                        "random numbers",
                         where=user_line(inner) or user_line(node),
                         fix=_FIX,
                     )

@@ -87,9 +87,8 @@ def _cross(
             f"{producer.name} ({producer.target}) differs between ranks: it is a part "
             "or a summand",
             where=user_line(producer) or user_line(node),
-            fix=f'reduce it inside (all_reduce(x, "sum", "{axis}")), or say in '
-            f'out_specs how it lies: a dim over "{axis}", or partial={{"{axis}": '
-            '"sum"}',
+            fix=f'reduce it inside (all_reduce(x, "sum", "{axis}")), or give its spec '
+            f'in out_specs: a dim over "{axis}", or partial={{"{axis}": "sum"}}',
         )
     return regions - {number}, axes - names
 
@@ -112,9 +111,9 @@ def _check_ends(output: fx.Node, inside: Any) -> None:
     for arg in output.all_input_nodes:
         if arg in inside and str(arg.target) != LEAVE:
             raise RegionError(
-                f"{arg.name} ({arg.target}) of a manual region leaves it other than "
-                "as a result: the region is cut by a graph break, or reads a tensor "
-                "that needs a gradient and is not among its arguments",
+                f"{arg.name} ({arg.target}) of a manual region is read outside of "
+                "it and is not a result: a graph break cuts the region, or it "
+                "reads a tensor that needs a gradient and is not an argument",
                 where=user_line(arg),
                 fix="pass every tensor that fn reads as an argument of it, and keep it "
                 "free of graph breaks",
@@ -128,8 +127,8 @@ def _check_apart(
     axes = [axis for number in regions for axis in over[number]]
     if len(set(axes)) < len(axes):
         raise RegionError(
-            f"{node.name} ({node.target}) reads values of two manual regions: one left "
-            "its region otherwise than as a result",
+            f"{node.name} ({node.target}) reads values of two manual regions: one "
+            "of them is not a result of its region",
             where=user_line(node),
             fix="return from fn what is read outside of it",
         )
@@ -145,8 +144,9 @@ def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
     if inside:
         group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
         raise RegionError(
-            f"{node.target} over group {group!r} inside a manual region: it is no axis "
-            f"of mesh {mesh}, or a collective of torch.distributed itself",
+            f"{node.target} over group {group!r} inside a manual region: the "
+            f"group is not an axis of mesh {mesh}, or the op is a collective of "
+            "torch.distributed itself",
             where=user_line(node),
             fix=f"{FUNCTIONAL}: {', '.join(mesh.names)}",
         )

@@ -52,7 +52,8 @@ def absorb_regions(
         return
     if is_open:
         raise MeshError(
-            "a manual region is for a mesh by name, this one is chosen by the search",
+            "a manual region needs a mesh with names, and this mesh is chosen by "
+            "the search",
             where=user_line(edge),
             fix='name the mesh: FXPAR_MESH="dp=2,tp=4"',
         )
@@ -121,9 +122,9 @@ def _check_bodies(graph: fx.Graph) -> None:
         for node in body.graph.nodes if body is not None else ():
             if node.target in EDGES:
                 raise RegionError(
-                    "a manual region inside a branch or a loop",
+                    "a manual region is inside a branch or a loop",
                     where=user_line(node),
-                    fix="put the branch or loop inside fn, or leave it to Python",
+                    fix="put the branch or loop inside fn, or write it in Python",
                 )
 
 

@@ -99,7 +99,7 @@ def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
         raise PlanError(
             f"the plan chooses bodies {list(bodies)} of manual regions, the "
             f"program has {counts}",
-            fix="plan this program anew",
+            fix="plan this program again",
         )
     of = {
         region: body

@@ -89,8 +89,10 @@ def cut_microbatches(
     notes = []
     if count < parts and required:
         notes = [
-            f"microbatches: {rows} rows on a rank are cut in {count} parts, which "
-            f"{parts} do not divide"
+            (
+                f"microbatches: {rows} rows on a rank do not divide into {parts} "
+                f"parts, and are cut into {count}"
+            )
         ]
     if count == 1:
         return graph, tuple(notes)
@@ -304,7 +306,8 @@ class _Unroller:
         is_added = node.target is rank_ints.offset and len(numbers) == 2
         if axes[-1] != TIME or not is_added:
             raise PlanError(
-                f"{node.name} counts over {'+'.join(axes)}",
+                f"{node.name} numbers rows over {'+'.join(axes)}, which "
+                "microbatches cannot",
                 where=user_line(node),
                 fix="set microbatches=1",
             )

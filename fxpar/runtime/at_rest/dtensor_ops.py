@@ -71,7 +71,8 @@ def _part_to_hold(x: Any, y: Any) -> torch.Tensor:
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         old_form, new_form = (f"{t.dtype} {list(t.shape)}" for t in (x, y))
         raise ShardError(
-            f"the data of a split tensor, {old_form}, is set to {new_form}",
+            f"the data of a sharded tensor, {old_form}, is set to a tensor of "
+            f"another form, {new_form}",
             where=user_line(),
             fix="set it to a tensor of the same shape and dtype, or change the model "
             "before fxpar.shard",

@@ -105,8 +105,8 @@ def _on_global_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             _torch.dtensor.change_form(x, op, args, kwargs, value)
         else:
             raise ShardError(
-                f"{op} changes the shape of a split tensor, or writes to it through "
-                "two operands, one of which is x.detach() or x.data",
+                f"{op} changes the shape of a sharded tensor, or writes to it "
+                "through two operands, one of which is x.detach() or x.data",
                 where=user_line(),
                 fix="change whole = x.full_tensor(), and copy it back: x.copy_(whole)",
             )
@@ -138,7 +138,7 @@ def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
     is_strided = op is torch.ops.aten.as_strided.default
     if is_strided and not (x.is_contiguous() and _torch.objects.base_of(x) is x):
         raise ShardError(
-            "as_strided of a view of a split tensor, which has no memory of its own",
+            "as_strided of a view of a sharded tensor, which has no memory of its own",
             where=user_line(),
             fix="index the tensor instead, or take the view of x.full_tensor()",
         )

@@ -34,7 +34,8 @@ def guarded(cls: type) -> Callable[..., None]:
             home = self.__dict__[HOME]
             if not isinstance(param, DTensor) or not _is_part(param, home):
                 raise ShardError(
-                    f"parameter {name!r} of a {cls.__name__} is replaced after shard",
+                    f"parameter {name!r} of a {cls.__name__} is replaced after "
+                    "fxpar.shard",
                     where=user_line(),
                     fix="replace it before fxpar.shard; or copy values in, with "
                     "load_state_dict",
@@ -135,8 +136,8 @@ class _OnlyHere:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardError(
-            f"a {self.cls} that fxpar.shard split is pickled, of which this rank holds "
-            "a part",
+            f"a {self.cls} that fxpar.shard split is pickled, and this rank holds "
+            "a part of it",
             fix="save model.state_dict(), by torch.save or "
             "torch.distributed.checkpoint, and load it into a new model",
         )

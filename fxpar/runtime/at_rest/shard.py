@@ -85,7 +85,8 @@ def shard(
     if hints is not None and len(table) < len(all_hints):
         pinned = next(name for name in all_hints if name not in table)
         raise HintError(
-            f"hint {pinned!r} pins to a stage, and lays out no parameter",
+            f"hint {pinned!r} pins parameters to a pipeline stage, which "
+            "fxpar.shard does not take",
             fix="give it to torch.compile(options={'hints': ...}) or in FXPAR_HINTS",
         )
     uses: Uses = {}
@@ -97,8 +98,8 @@ def shard(
             uses = {name: spec.without(batch) for name, spec in uses.items()}
     elif ranks.open:
         raise MeshError(
-            "FXPAR_MESH=auto is not chosen yet, and fxpar.shard has no call to choose "
-            "it for",
+            "the mesh of FXPAR_MESH=auto is not chosen yet, and fxpar.shard was "
+            "given no call to choose it for",
             fix="pass the arguments of one call: fxpar.shard(model, sample=(args, "
             "kwargs)), or name the axes of the mesh",
         )
@@ -199,7 +200,7 @@ def _refuse(model: nn.Module) -> None:
             raise ShardError(
                 f"parameter {name} is a DTensor already",
                 fix="remove the parallelize_module or fully_shard call: fxpar.shard "
-                "stands in its place",
+                "does their work",
             )
     ours = {id(p) for p in model.parameters()}
     for optimizer in live_optimizers():

@@ -134,7 +134,7 @@ def settle(
         consensus.abort(error)
         raise
     if moves:
-        _torch.dynamo.trace_again("fxpar: parameters rest where they are used")
+        _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
 
 
 def _moved(
@@ -150,7 +150,7 @@ def _moved(
     those that changed; None if ranks read different parameters."""
     twins, texts = twins_of(ours.values()), {}
     if consensus.leads():
-        with presence.works("plans where parameters rest"):
+        with presence.works("plans how to shard parameters"):
             texts = _planned(gm, inputs, examples, options, ranks, ours)
     moves = _agreed(ours, texts)
     for home in homes:
@@ -197,7 +197,7 @@ def _agreed(
     parameter on some ranks only. Raises RankMismatchError if ranks read other models.
     """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
-    digest, tag = consensus.digest_of("\n".join(lines)), "where parameters rest"
+    digest, tag = consensus.digest_of("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
     message = {"digest": digest, "rests": told, "models": models}
     texts = consensus.gather(tag, json.dumps(message))
@@ -248,7 +248,7 @@ def _planned(
         with _torch.dynamo.outside_of_trace():
             uses = _uses(gm, inputs, examples, options, ranks, ours)
     except Exception:
-        log.info("parameters stay where they rest", exc_info=True)
+        log.info("parameters stay sharded as they are", exc_info=True)
         return {}
     specs = _as_used(uses, inputs, examples, ours)
     texts = {key: str(spec) for key, spec in specs.items()}

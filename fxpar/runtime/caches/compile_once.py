@@ -149,16 +149,15 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
         if not _poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(
-                f"rank {leader} did not end compiling {what}, for which this rank "
-                f"waited {patience.waited()}"
-                f"{patience.tell([leader])}",
+                f"rank {leader} did not finish compiling {what}, for which this "
+                f"rank waited {patience.waited()}{patience.tell([leader])}",
                 fix="see what that rank printed; it may have ended, or hang",
             )
     message = json.loads(channel.read(done_key))
     if "failed" in message:
         raise RankMismatchError(
             f"rank {leader} failed to compile {what}:\n{message['failed']}",
-            fix="this rank only stopped with it: look at that rank's error",
+            fix="see the error of that rank: this one only stopped because of it",
         )
     is_folder_shared = message["folder"] == channel.folders()[channel.rank]
     take_kernels(message["kernels"], is_folder_shared=is_folder_shared)

@@ -113,7 +113,7 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
         return program
     if program is None or program.plan is None:
         return KnownProgram(key, first["number"])
-    note = f"found before: {_path(key)}, nothing is planned"
+    note = f"stored plan: {_path(key)}, nothing is planned"
     plan = replace(program.plan, notes=(*program.plan.notes, note))
     return replace(program, plan=plan)
 
@@ -137,7 +137,7 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
             {str(name): int(n) for name, n in data["divisors"].items()},
         )
     except Exception:  # a record of no known form may lead to any
-        log.info("what is kept of a program cannot be read", exc_info=True)
+        log.info("the stored record of a program cannot be read", exc_info=True)
         return None
 
 

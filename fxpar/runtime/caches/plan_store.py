@@ -120,7 +120,7 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
             return None
         plan = Plan.from_dict(data["plan"])
         proved = "proved" if data["proved"] else "not proved"
-        note = f"found before: {path} (gap {data['gap']:.2g}, {proved}, searched "
+        note = f"stored plan: {path} (gap {data['gap']:.2g}, {proved}, searched "
         note += f"{data['seconds']:g} s)"
         return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
 

@@ -23,7 +23,7 @@ _KEY = re.compile("[a-z][a-z2-7]{6,63}")
 def checked_key(key: Any) -> str:
     """Return a key of torch's caches, used in file names, if it has their form."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise _refusal(f"{key!r}, which is no key of torch's caches")
+        raise _refusal(f"{key!r}, which is not a key of torch's caches")
     return key
 
 
@@ -42,7 +42,7 @@ def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
 def _refusal(what: str) -> RankMismatchError:
     """Return the error for a key or path that this rank must not use."""
     return RankMismatchError(
-        f"another rank told this one to use {what}",
-        fix="let ranks of one machine have one TORCHINDUCTOR_CACHE_DIR, and start all "
-        "of them with the same versions",
+        f"another rank sent this one {what}",
+        fix="give all ranks of one machine the same TORCHINDUCTOR_CACHE_DIR, and the "
+        "same versions of torch and fxpar",
     )

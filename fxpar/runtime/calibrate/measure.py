@@ -124,7 +124,7 @@ def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired:
-        print(f"calibrate: not done after {timeout:g} s", file=sys.stderr)
+        print(f"calibrate: not finished after {timeout:g} s", file=sys.stderr)
         return 1
     finally:
         # torchrun, asked to end, ends its ranks within 30 s.
@@ -169,7 +169,7 @@ def describe(hardware: Hardware) -> str:
             )
     light = [f"{kind} {rate / 1e9:.3g} G/s" for kind, rate in hardware.light]
     lines.append(f"  light ops: {', '.join(light) or 'as fast as memory'}")
-    lines.append(f"  lost beside a collective: {hardware.beside:.2g} of its time")
+    lines.append(f"  lost while a collective runs: {hardware.beside:.2g} of its time")
     if hardware.cores:
         lines.append(f"  {hardware.ranks} ranks at work, {hardware.cores} cores")
     lines.append(f"  pairs that a mask hides: {hardware.masked:.2g} of others' time")

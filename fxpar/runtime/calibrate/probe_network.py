@@ -132,8 +132,8 @@ def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
     if min(nodes) == mesh.count(axes):
         return True
     raise MeshError(
-        f"groups of axis {'+'.join(axes)} lie partly in a node of {local} ranks, "
-        "partly between nodes",
+        f"groups of axis {'+'.join(axes)} are partly inside a node of {local} "
+        "ranks, partly across nodes",
         fix=f"calibrate on a mesh as node={mesh.size // local},device={local}",
     )
 

@@ -49,8 +49,8 @@ from fxpar.sharding.program import user_line
 FORWARD = "forward"
 
 _OWN_MEMORY = (
-    "pass a copy, x.clone(): what is fed part of a larger tensor, a branch or a loop, "
-    "Dynamo traces otherwise"
+    "pass a copy, x.clone(): Dynamo traces a branch or a loop differently where "
+    "an input is part of a larger tensor"
 )
 
 # Keyed by content: Dynamo may trace the same code again to an identical graph.

@@ -187,7 +187,9 @@ def open_program(
             examples.append(example)
             dense |= {i} if is_dense else set()
             if is_dense and by_stride and (x.storage_offset() or not x.is_contiguous()):
-                raise OpenSizesRefused("an input is read by strides")
+                raise OpenSizesRefused(
+                    "an input that is not contiguous is read by its strides"
+                )
         for i, (source, dim) in fed.sources.items():
             examples[i] = examples[source].shape[dim]
         shapes = tuple(
@@ -201,7 +203,9 @@ def open_program(
             for i in fed.numbers
         )
     except KeyError as error:
-        raise OpenSizesRefused(f"the size {error} is that of no input") from error
+        raise OpenSizesRefused(
+            f"the size {error} is not the size of an input"
+        ) from error
     tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
     _take_symbols(gm, sizes, symbols, examples, tensors)
     return OpenProgram(

@@ -300,9 +300,9 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     ]
     if own:
         warn(
-            f"{type(optimizer).__name__} steps parameters whose gradients nobody "
-            f"averages over ranks: {check_inputs.listed(own)}; with FXPAR_INPUTS=local "
-            "each rank has those of its own part of the batch",
+            f"{type(optimizer).__name__} steps parameters whose gradients are not "
+            f"averaged over ranks: {check_inputs.listed(own)}; with "
+            "FXPAR_INPUTS=local each rank has those of its own part of the batch",
             where=user_line(),
             fix="compile what they are in with backend='fxpar' as well, or wrap it in "
             "DistributedDataParallel; what one rank trains goes inside `with "
@@ -552,11 +552,14 @@ def _say(watched: _CompiledCallable) -> None:
     """Warn of code outside of the graphs that was not warned of yet, on rank 0."""
     if watched.local:
         cost = (
-            "Each rank runs it as it stands, on its own part of the batch, as under DDP"
+            "Each rank runs it uncompiled, on its own part of the batch, as under DDP"
         )
     else:
-        cost = "Each rank runs the whole of it as it stands: nothing of it is split"
-    fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
+        cost = "Each rank runs the whole of it uncompiled: nothing of it is split"
+    fix = (
+        "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks says why it "
+        "does not"
+    )
     for outside in [x for x, was_said in watched.outside.items() if not was_said]:
         watched.outside[outside] = True
         if dist.get_rank() == 0:

@@ -28,7 +28,7 @@ def agreed_room(sent: Sequence[int], what: str) -> int | None:
     rows = [word.split(",") for word in words]
     if len({*map(len, rows)}) > 1:
         error = RankMismatchError(
-            f"in {what} ranks send rows to other mixtures of experts",
+            f"in {what} ranks send rows to different mixtures of experts",
             fix="use the same experts on every rank, in the same order, or set "
             "expert_exchange (FXPAR_EXPERT_EXCHANGE) to gather",
         )

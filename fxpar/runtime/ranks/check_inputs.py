@@ -1,10 +1,10 @@
-"""Checks of what ranks feed a compiled graph, before its first collective runs.
+"""This module checks before a graph first runs that ranks feed it equal tensors.
 
-In: named tensors of each rank. Out: nothing where they are identical, bit for bit, as a
-plain tensor, which is a global value, must be; parameters and buffers of rank 0, with a
-warning, where those differ; one error on all ranks where inputs do, since nobody can
-know which rank is right. Tensors are compared by a 64-bit hash made on their device.
-Never: another decision on some ranks, since all read the hashes of all.
+In: named tensors of each rank. Out: nothing if they are equal bit for bit, as a plain
+tensor, which is a global value, must be. Parameters and buffers that differ become
+those of rank 0, with a warning; inputs that differ are one error on all ranks, since
+nobody can know which rank is right. Tensors are compared by a 64-bit hash computed on
+their device. Never: different decisions on different ranks, since all read all hashes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Fed = tuple[str, str, torch.Tensor]
 
 
 def check_arguments(inputs: Sequence[NamedInput], args: Sequence[Any]) -> None:
-    """Compare the tensors that ranks call a graph of these ``inputs`` with first.
+    """Compare across ranks the tensors of the first call of a graph.
 
     Raises InputMismatchError, RankMismatchError, DeviceError.
     """
@@ -107,9 +107,9 @@ def check_same(fed: Sequence[Fed]) -> None:
 
 
 def differing(fed: Sequence[Fed]) -> dict[int, int]:
-    """The first rank whose bytes are not those of the first rank, by the position of a
-    tensor; of those that are the same on all ranks nothing. All ranks must call
-    this, with as many tensors."""
+    """Return, by the position of each tensor that differs between ranks, the first rank
+    whose bytes differ from rank 0's. All ranks must call this, with equally many
+    tensors."""
     sums = checksums([x for *_, x in fed])
     every = zip(*consensus.gather_numbers("values", sums), strict=True)
     return {
@@ -201,8 +201,8 @@ def transport(device: torch.device) -> torch.device:
 
 
 def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
-    """The error, which every rank raises, of inputs that differ on a rank and on the
-    first. ``dims``: how many the first of them has."""
+    """Return the error that every rank raises where ``rank`` and the first rank feed
+    different inputs. ``dims``: the number of dims of the first of them."""
     one, other = worlds.global_rank(rank), worlds.global_rank(0)
     what = f"input {listed(names)} differs between ranks: rank {one} does not feed "
     what += f"what rank {other} feeds"
@@ -231,7 +231,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
 
 def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
     """Fill parameters and buffers that differ with those of the first rank of the
-    world, and say so."""
+    world, and warn."""
     for *_, x in fed:
         broadcast(x)
     kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)

@@ -1,8 +1,8 @@
-"""Options of ranks are compared before anything that depends on them.
+"""This module compares the options of all ranks before anything depends on them.
 
-In: what a rank was asked for. Out: nothing, or an error on all ranks that names each
-option that differs, its values and their ranks. Options that change no program (what is
-printed, how long ranks wait) may differ.
+In: the options of this rank. Out: nothing, or an error on all ranks that names each
+option that differs, its values and their ranks. Never: an error for options that change
+no program (what is printed, how long ranks wait).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_options(text: str, what: str) -> None:
         return
     doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
     if len(set(doing.values())) > 1:
-        lines += [f"rank {rank} is at {text}" for rank, text in doing.items()]
+        lines += [f"rank {rank} runs {text}" for rank, text in doing.items()]
     raise consensus.as_told(
         RankMismatchError(
             "options differ between ranks:\n  " + "\n  ".join(lines),

@@ -1,9 +1,10 @@
-"""The ranks of a world agree while they compile, and gather what each has to say.
+"""This module gathers short texts of all ranks of a world, and compares digests.
 
-In: a tag that says where a rank is, and a digest or a text. Out: the texts of all
-ranks, or that all gave one digest; else one error on all of them, with the difference
-of the first rank that differs. Each is a meeting (``meeting``), so that ranks that
-compile different programs, or fail (``abort``), are told so. Never: a collective.
+In: a tag that names the place in the program, and a digest or a text. Out: the texts of
+all ranks, or the fact that all gave one digest; else one error on all of them, which
+shows how the first rank that differs does. Each is a meeting (``meeting``), so that
+ranks that compile different programs, or fail (``abort``), get an error. Never: a
+collective.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def agree(
     """Return once all ranks gave the same tag and digest; False on all ranks if one
     gave VOID.
 
-    ``text`` is what the digest stands for; where digests differ, the first rank that
-    differs shows its difference from rank 0's. ``timeout``: seconds to wait for a rank
-    that does not work.
+    ``text`` has the ``digest``; where digests differ, the error shows how the text of
+    the first rank that differs differs from rank 0's. ``timeout``: seconds to wait for
+    a rank that is idle.
 
     Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
     come or has failed.
@@ -61,7 +62,7 @@ def agree(
 
 
 def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
-    """Return what every rank gave, in order of ranks. Meant for short texts.
+    """Return the text of every rank, in order of ranks; they should be short.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
@@ -69,17 +70,18 @@ def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
 
 
 def gather_numbers(tag: str, numbers: Sequence[Any]) -> list[list[Any]]:
-    """As ``gather``, of as many numbers of each rank: by rank."""
+    """Return the numbers of every rank, in order of ranks."""
     return [json.loads(text) for text in gather(tag, json.dumps(numbers))]
 
 
 def round_number() -> int:
-    """How many meetings there were, the same on every rank that takes part."""
+    """Return how many meetings there were, which is equal on all ranks of a world."""
     return meeting.meetings()
 
 
 def first_other(values: Iterable[Any]) -> int | None:
-    """The first rank whose value is not that of the first; None if all are equal."""
+    """Return the first rank whose value differs from rank 0's; None if all are
+    equal."""
     first, *rest = values
     return next((rank for rank, x in enumerate(rest, 1) if x != first), None)
 
@@ -91,10 +93,11 @@ def leads() -> bool:
 
 
 def abort(error: BaseException) -> None:
-    """Tell ranks that wait for this one, now or at their next meeting, that it failed.
+    """Report a failure of this rank to ranks that wait for it, now or at their next
+    meeting.
 
-    They raise RankMismatchError with the message. Does nothing if the failure is one
-    that every rank was told.
+    They raise RankMismatchError with the message. Does nothing if every rank knows of
+    the failure.
     """
     if not was_told(error):
         meeting.fail(f"{type(error).__name__}: {error}")
@@ -107,7 +110,7 @@ def as_told(error: FxparError) -> FxparError:
 
 
 def was_told(error: BaseException | None) -> bool:
-    """Whether every rank knows of an error, or of what it came from."""
+    """Return whether every rank knows of an error, or of its cause."""
     while error is not None:
         if getattr(error, "told", False):
             return True
@@ -128,11 +131,11 @@ def _difference(text: str, other: str, name: str, other_name: str) -> str:
     )
     if len(lines) > DIFF_LINES:
         lines[DIFF_LINES:] = [f"... {len(lines) - DIFF_LINES} more lines"]
-    return "\n".join(lines) or "(their texts are equal, their digests are not)"
+    return "\n".join(lines) or "(their texts are equal, only their digests differ)"
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks of the current world, in words, as users number them."""
+    """Return ranks of the current world in words, as users number them."""
     return listed([worlds.global_rank(rank) for rank in ranks])
 
 

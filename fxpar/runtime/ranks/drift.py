@@ -1,23 +1,24 @@
-"""What ranks feed a graph, hold, and were given back, compared at every call of it.
+"""This module compares at every call of a graph values that must be equal on all ranks.
 
-In: the arguments of a call, and gradients that reached backwards since the last one.
+In: the arguments of a call, and gradients that reached backwards since the last call.
 Out: a word for the meeting of the call; then nothing, or one error on all ranks. Never:
-a collective, or a wait for a device (what it computes is told at a later call).
+a collective, or a wait for a device (what a device computes is compared at a later
+call).
 
-- *Inputs* that differ are an error: sums of their bytes, at every call.
+- *Inputs*: sums of their bytes are compared at every call; a difference is an error.
 - *Parameters and buffers* that several ranks hold are compared in full at the first
-  call (``check_inputs``). Later one rank may write to them by itself. So a word says
-  how often each was written in place since all were equal, and at many calls what some
-  elements of one of them are, another each time, for writes that torch does not count
-  (to ``.data``). Where these differ, ranks compare all in full, then and there: they
-  may count other writes where they hold the same (one loads, then sends it to all), and
-  may drift apart by rounding. Neither is an error; after each such look the next one
-  waits longer.
-- *Parameters in parts*, of which no two ranks hold the same: the numbers of writes and
-  the steps of optimizers must be equal.
-- *Gradients* that reach a backward from code in no graph are those of one loss, equal
-  on all ranks up to rounding. Noise from a rank's own seed, or labels of its own, give
-  parts of a gradient that nobody has.
+  call (``check_inputs``). Later one rank alone may write to them. So a word has the
+  number of writes in place to each since all were equal, and at many calls some
+  elements of one of them, of another one each time, for writes that torch does not
+  count (to ``.data``). If these differ, ranks compare everything in full at once.
+  Different numbers of writes with equal values (one rank loads, then broadcasts), and
+  differences of rounding, are no errors; after each such comparison the next one waits
+  longer.
+- *Sharded parameters*, of which no two ranks hold the same part: the numbers of writes
+  and the steps of optimizers must be equal.
+- *Gradients* that reach a backward from code that is not compiled must belong to one
+  loss, equal on all ranks up to rounding. Noise from a rank's own seed, or a rank's own
+  labels, would give partial gradients that nobody sums.
 """
 
 from __future__ import annotations
@@ -47,41 +48,42 @@ from fxpar.sharding.mesh import Mesh
 ALLOWED = 1e-3
 # Meetings that pass at most between two comparisons in full that show no error.
 _LONGEST = 64
-# Elements at most that stand for a tensor, in so many runs over it.
+# Most elements that are compared of a tensor, and the pieces that they are taken from.
 _ELEMENTS, _RUNS = 1024, 16
-# Meetings between two of which elements are read, which costs some tens of microseconds
-# (or several launches): no whole number, so that of graphs that are called in turn each
-# has its part. At the first ones they are always read on the CPU.
+# Mean number of meetings after which elements are read again, which costs some tens of
+# microseconds (or several launches): not whole, so that among graphs that are called in
+# turn each is compared. On the CPU they are read at each of the first meetings.
 _APART, _FIRST = (11 + 5**0.5) / 2, 32
-# Gradients that are kept at most between two calls.
+# Most gradients that are kept between two calls.
 _MOST = 64
 
 _WRITE_FIX = (
-    "write to it alike on every rank (load the checkpoint on all of them), or send "
-    "what one rank wrote to all by torch.distributed.broadcast before the next call"
+    "write the same values to it on every rank (load the checkpoint on all of "
+    "them), or send what one rank wrote to all by torch.distributed.broadcast "
+    "before the next call"
 )
 _PARTS_FIX = (
-    "write to it alike on every rank, each its part: load the checkpoint on all of them"
+    "write to it on every rank, each its own part: load the checkpoint on all of them"
 )
 _STEP_FIX = (
-    "take every step of an optimizer on every rank, at the same learning rate: decide "
-    "by what all ranks have, as a loss that torch.distributed.all_reduce averaged"
+    "take every step of an optimizer on every rank, at the same learning rate: "
+    "decide by a value that is equal on all ranks, as a loss that "
+    "torch.distributed.all_reduce averaged"
 )
 _MODEL_FIX = "call models in the same order on every rank"
 _UPDATE_FIX = (
-    "change gradients, learning rates and parameters alike on every rank: draw noise "
-    "from one seed, decide by what all ranks have alike"
+    "change gradients, learning rates and parameters in the same way on every "
+    "rank: draw noise from one seed, decide by values that are equal on all ranks"
 )
 _LOSS_FIX = (
-    "compute the loss alike on every rank, with noise and dropout from one seed; or, "
-    "where each rank has its own part of the batch, set FXPAR_INPUTS=local and feed it "
-    "so"
+    "compute the same loss on every rank, with noise and dropout from one seed; "
+    "or, to feed each rank its own part of the batch, set FXPAR_INPUTS=local"
 )
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A parameter or a buffer of which several ranks hold the same."""
+    """Is a parameter or a buffer of which several ranks hold equal values."""
 
     # Position among the arguments.
     place: int
@@ -91,14 +93,14 @@ class _Held:
     kind: str
     # For each rank the rank whose values it must equal.
     models: tuple[int, ...]
-    # Values that differ at all are wrong: whole numbers, which no rounding changes.
+    # Whether any difference is an error: of whole numbers, which are not rounded.
     is_exact: bool
 
 
 class Drift:
-    """What is compared of one graph. Each rank gives ``word`` at every call, then
-    ``compare`` the words of all; after a comparison of all inputs in full it calls
-    ``settle``."""
+    """Compares the values of one graph. At every call each rank gives ``word`` to the
+    meeting and the words of all to ``compare``; after a comparison of all inputs in
+    full it calls ``settle``."""
 
     def __init__(
         self,
@@ -129,29 +131,30 @@ class Drift:
             for i, entry in state
             if (models := of_rank[i]) and models != own
         ]
-        # Names of those of which every rank holds a part of its own, by position.
+        # By position, names of tensors of which every rank holds a different part.
         self.parts = {i: entry.name for i, entry in state if of_rank[i] == own}
-        # Position of one that ``fxpar.shard`` took, if several ranks may.
+        # Position of a tensor of ``fxpar.shard``, on a mesh of several ranks.
         self.at_rest = next(
             (i for i, _ in state if several and isinstance(examples[i], DTensor)), None
         )
-        # Writes to each tensor so far, at this call, and when all ranks held the same.
+        # Writes to each tensor until this call, and until all ranks were last equal.
         self._now: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
-        # Comparisons in full since then, and the meeting after which there may be one.
+        # Comparisons in full since then, and the meeting from which there may be
+        # another.
         self._looks, self._pause_ends = 0, 0
-        # Of the last call on a device: sums of inputs, elements of a held tensor.
+        # Read at the last call, from a device: sums of inputs, elements of one tensor.
         self._sums: Callable[[], list[Any]] = list
         self._read: tuple[int, Callable[[], list[Any]]] | None = None
 
     def word(self, args: Sequence[Any]) -> str:
-        """What to compare at this call."""
+        """Return this rank's word for the meeting of this call."""
         fields = self._fed_word(args), self._held_word(args), self._parts_word(args)
         return "\t".join((*fields, _gradients_word()))
 
     def compare(self, words: Sequence[str], args: Sequence[Any], *, held: bool) -> None:
-        """Raise InputMismatchError or GradientError, on all ranks, if ranks have what
-        they may not. ``held``: whether to compare what they hold, too."""
+        """Raise InputMismatchError or GradientError, on all ranks, if values differ
+        that must be equal. ``held``: whether to compare parameters and buffers, too."""
         if len(set(words)) == 1:
             self._equal = self._now if held else self._equal
             return
@@ -168,11 +171,11 @@ class Drift:
         error = _compare_gradients(gradients)
         if error is not None:
             if held:
-                self.look(args)  # whether it comes of these
+                self.look(args)  # raises if the cause is a parameter
             raise error
 
     def settle(self, args: Sequence[Any]) -> None:
-        """All ranks were just made to hold the same."""
+        """Note that all ranks were just made to hold equal values."""
         self._equal = _torch.objects.versions_of([args[x.place] for x in self.held])
         self._looks, self._pause_ends = 0, 0
 
@@ -192,8 +195,9 @@ class Drift:
                 raise check_inputs.differ([name], rank, dims)
 
     def _held_word(self, args: Sequence[Any]) -> str:
-        """How often tensors were written to; the number of one of them, and what some
-        of its elements are: on a device those of an earlier call."""
+        """Return a hash of how often tensors were written to, and at some calls the
+        index of one of them with a sketch of some elements, on a device as they were at
+        an earlier call."""
         if not self.held:
             return ""
         tensors = [args[x.place] for x in self.held]
@@ -212,7 +216,7 @@ class Drift:
         return f"{writes} {before[0]} {_text_of(before[1]())}" if before else writes
 
     def _is_suspicious(self, words: Sequence[str]) -> bool:
-        """Whether ranks count other writes, or one has other elements."""
+        """Return whether ranks count different writes, or elements differ."""
         fields = (f"{word}  ".split(" ")[:3] for word in words)
         writes, places, elements = zip(*fields, strict=True)
         if len(set(writes)) > 1 or len(set(places)) > 1:
@@ -227,7 +231,8 @@ class Drift:
         )
 
     def _pauses(self) -> bool:
-        """Whether to compare nothing in full for now; if not, this counts as one."""
+        """Return whether it is too early for another comparison in full; if not, count
+        one."""
         if meetings() < self._pause_ends:
             return True
         self._looks += 1
@@ -235,14 +240,14 @@ class Drift:
         return False
 
     def look(self, args: Sequence[Any]) -> None:
-        """Compare all that ranks hold in full. Every rank comes here at the same
-        call."""
+        """Compare in full the parameters and buffers of all ranks, which must call this
+        at the same call of the graph. Raises InputMismatchError."""
         if not self.held:
             return
         values = [_values(args[x.place]) for x in self.held]
         sums = check_inputs.checksums(values)
         writes = _written_since(self._now, self._equal)
-        gathered = consensus.gather_numbers("what they hold", [*sums, *writes])
+        gathered = consensus.gather_numbers("parameters and buffers", [*sums, *writes])
         n = len(values)
         unlike: dict[int, int] = {}  # the first rank that differs, by tensor
         for i, held in enumerate(self.held):
@@ -262,12 +267,15 @@ class Drift:
     def _far_apart(
         self, unlike: Mapping[int, int], values: Sequence[torch.Tensor]
     ) -> bool:
-        """Whether tensors that differ do so by more than rounding, all together."""
+        """Return whether tensors that differ do so by more than rounding, by the norm
+        of all differences together."""
         floats = [i for i in unlike if values[i].is_floating_point()]
         if len(floats) < len(unlike) or not floats:
             return bool(unlike)
         numbers = [part for i in floats for part in sketch(values[i]).tolist()]
-        gathered = consensus.gather_numbers("how far they are apart", numbers)
+        gathered = consensus.gather_numbers(
+            "differences of parameters and buffers", numbers
+        )
         apart = size = 0.0
         for n, i in enumerate(floats):
             (norm, wave), (other_norm, other_wave) = (
@@ -279,7 +287,8 @@ class Drift:
         return not math.sqrt(apart) <= ALLOWED * math.sqrt(size)
 
     def _parts_word(self, args: Sequence[Any]) -> str:
-        """How often parts were written to, the steps since, and whose they are."""
+        """Return how often sharded tensors were written to, the optimizer steps since
+        the last call, and the number of their model."""
         if self.at_rest is None:
             return ""
         parts, number = [args[i] for i in self.parts], _model_number(args[self.at_rest])
@@ -287,23 +296,24 @@ class Drift:
         return f"{writes:x} {_steps_word(parts)} {number}"
 
     def _compare_parts(self, words: Sequence[str], args: Sequence[Any]) -> None:
-        """Raise InputMismatchError if only some ranks wrote to a parameter of which
-        each holds a part, or took a step of its optimizer otherwise, or if ranks call
-        other models of one form."""
+        """Raise InputMismatchError if ranks wrote different numbers of times to a
+        sharded parameter, took different steps of its optimizer, or call different
+        models of one structure."""
         if len(set(words)) == 1:
             return
         _, every, models = zip(*(word.split(" ") for word in words), strict=True)
         if (rank := consensus.first_other(models)) is not None:
             raise _told(
-                f"rank {worlds.global_rank(rank)} calls another model of fxpar.shard "
-                f"than rank {worlds.global_rank(0)}, of the same form",
+                f"rank {worlds.global_rank(rank)} calls another model of "
+                f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
+                "same structure",
                 _MODEL_FIX,
             )
         if (rank := consensus.first_other(every)) is not None:
             raise _told(
-                "optimizers of parameters of which each rank holds a part took other "
-                f"steps (learning rates by group): {every[0] or 'none'} on rank 0, "
-                f"{every[rank] or 'none'} on rank {rank}",
+                "optimizers of sharded parameters took different steps on "
+                f"different ranks (learning rates by group): {every[0] or 'none'} "
+                f"on rank 0, {every[rank] or 'none'} on rank {rank}",
                 _STEP_FIX,
             )
         own = _torch.objects.versions_of([args[i] for i in self.parts])
@@ -321,13 +331,13 @@ class Drift:
 
 
 def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """Of each tensor, how often it was written since."""
+    """Return how often each tensor was written to since ``before``."""
     return tuple(map(operator.sub, now, before or now))
 
 
 def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
-    """For each rank the first that has the same part of a tensor; None if some hold
-    nothing of it, or there are no others."""
+    """Return for each rank the first rank that holds the same part of a tensor; None if
+    some ranks hold nothing of it, or there is one rank."""
     if mesh.size == 1 or x.device.type == "meta":
         return None
     if not isinstance(x, DTensor):
@@ -346,26 +356,26 @@ def _is_exact(x: torch.Tensor) -> bool:
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
+    """Return the part of a tensor that this rank holds."""
     with torch.no_grad():
         return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
-    """The error, which every rank raises. ``alone``: whether ranks count other writes
-    to the tensors."""
+    """Return the error that every rank raises. ``alone``: whether ranks count different
+    writes to the tensors."""
     kinds = sorted({held.kind for held in wrong}, reverse=True)
     what = " and ".join(kinds if len(wrong) == 1 else [f"{kind}s" for kind in kinds])
     names = check_inputs.listed(held.name for held in wrong)
-    why = "one of them wrote to it by itself"
+    why = "one of them alone wrote to it"
     if not alone:
-        why = "one of them changed a gradient or an optimizer by itself, or wrote "
+        why = "one of them alone changed a gradient or an optimizer, or wrote "
         why += "through .data"
     return _told(
-        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer alike on all "
-        f"ranks: rank {worlds.global_rank(rank)} does not hold what rank "
-        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an earlier "
-        "call",
+        f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer equal "
+        f"on all ranks: rank {worlds.global_rank(rank)} does not hold what rank "
+        f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an "
+        "earlier call",
         _WRITE_FIX if alone else _UPDATE_FIX,
     )
 
@@ -375,8 +385,8 @@ def _told(fact: str, fix: str) -> FxparError:
 
 
 def sample_turn(number: int, *, on_cpu: bool) -> int | None:
-    """How many meetings before the one of this number had elements; None if it has
-    none."""
+    """Return how many meetings before the one of this number compared elements; None if
+    that one compares none."""
     if on_cpu and number < _FIRST:
         return number
     turn = int(number / _APART)
@@ -384,8 +394,8 @@ def sample_turn(number: int, *, on_cpu: bool) -> int | None:
 
 
 def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
-    """Some elements as a view, other ones at each turn, so that turns come to all; none
-    of a tensor that is not dense in memory."""
+    """Return some elements as a view, others at each turn until all had theirs; none of
+    a tensor that is not dense in memory."""
     for dim, stride in enumerate(x.stride()):
         x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
     if x.is_conj() or x.is_neg() or not _is_dense(x):
@@ -400,7 +410,7 @@ def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements, in any order, fill a piece of memory once."""
+    """Return whether the elements, in any order, fill a piece of memory once."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -410,8 +420,8 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def sketch(x: torch.Tensor) -> torch.Tensor:
-    """The norm of a tensor and its sum weighted by a wave, by which tensors are
-    compared up to rounding."""
+    """Return the norm of a tensor and its sum weighted by a sine wave, by which tensors
+    are compared up to rounding; float64."""
     x = x.detach().to_dense()
     flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
     waves = _waves(flat.device)
@@ -426,7 +436,8 @@ def _waves(device: torch.device) -> torch.Tensor:
 
 
 def _on_its_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Numbers on a device, copied while the program goes on."""
+    """Start to copy numbers from a device, and return a function that waits for
+    them."""
     if numbers.device.type == "cpu":
         return numbers.tolist
     host = torch.empty(
@@ -444,12 +455,12 @@ def _on_its_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
 
 
 def _text_of(numbers: Iterable[float]) -> str:
-    """Of the numbers of a ``sketch``."""
+    """Return the text of the numbers of a ``sketch``."""
     return ",".join(map(repr, numbers))
 
 
 def _is_far(text: str, other: str) -> bool:
-    """Whether two sketches differ by more than rounding."""
+    """Return whether two sketches differ by more than rounding."""
     if text == other:
         return False
     (norm, wave), (other_norm, other_wave) = (
@@ -459,8 +470,8 @@ def _is_far(text: str, other: str) -> bool:
     return not apart <= ALLOWED * max(norm, other_norm)
 
 
-# The last steps of optimizers since a graph read the parts that they update, by the
-# owner of the parts.
+# The last steps of optimizers since a graph read the tensors that they update, by the
+# model that owns the tensors.
 _STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
 _OwnerOf = Callable[[torch.Tensor], Any]
 _OWNERS: list[_OwnerOf] = []
@@ -468,8 +479,9 @@ _OWNERS: list[_OwnerOf] = []
 
 @functools.cache
 def note_steps(owner_of: _OwnerOf) -> None:
-    """From now on, a call compares the steps of the optimizers of its parts since the
-    call before. ``owner_of``: the model that a part belongs to, None for others."""
+    """Let each call compare the steps since the last call of the optimizers of its
+    sharded tensors. ``owner_of``: gives the model of a tensor, None if there is
+    none."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owners = {*map(owner_of, _torch.objects.parameters_of(optimizer))} - {None}
@@ -488,13 +500,13 @@ def note_steps(owner_of: _OwnerOf) -> None:
 
 
 def _model_number(part: torch.Tensor) -> int:
-    """Of the model that a part belongs to, the same number on all ranks."""
+    """Return the number of the model of a tensor, which is equal on all ranks."""
     owners = (owner_of(part) for owner_of in _OWNERS)
     return next((owner.round for owner in owners if owner is not None), 0)
 
 
 def _steps_word(parts: Sequence[torch.Tensor]) -> str:
-    """Return the steps since the last call that read parts of these models."""
+    """Return the optimizer steps since the last call that read these models."""
     if not _STEPS:
         return ""
     owners = dict.fromkeys(owner_of(part) for owner_of in _OWNERS for part in parts)
@@ -505,31 +517,31 @@ def _steps_word(parts: Sequence[torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """One that reached a backward."""
+    """Is a gradient that reached a backward."""
 
     # The user's line of a result of the graph.
     made_at: str | None
     # The ``sketch`` of some of its elements.
     read: Callable[[], list[Any]]
-    # The number of the meeting that it is told at, so that nobody waits for a device.
+    # Number of the meeting that compares it, late enough not to wait for a device.
     told_at: int
 
 
-# Those to be told, in the order they came, and those that the word of this call has.
+# Those to compare, in the order in which they came, and those in this call's word.
 _GRADIENTS: list[_Gradient] = []
 _IN_WORD: list[_Gradient] = []
 
 
 def forget() -> None:
-    """Keep nothing of what came so far: it belongs to programs that are gone."""
+    """Drop steps and gradients that were noted, of programs that are gone."""
     _STEPS.clear()
     _GRADIENTS.clear()
     _IN_WORD.clear()
 
 
 def note_gradients(made_at: str | None, gradients: Sequence[Any]) -> None:
-    """Let a call to come compare what reaches the backward of a graph now.
-    ``made_at``: the user's line of a result of it."""
+    """Let a later call compare the gradients that reach the backward of a graph now.
+    ``made_at``: the user's line of a result of the graph."""
     if is_alone():
         return
     now = meetings()
@@ -545,7 +557,7 @@ def note_gradients(made_at: str | None, gradients: Sequence[Any]) -> None:
 
 
 def _gradients_word() -> str:
-    """What to compare at this call."""
+    """Return sketches of gradients for the word of this call."""
     if not _GRADIENTS:
         return ""
     now = meetings() + 1
@@ -555,9 +567,9 @@ def _gradients_word() -> str:
 
 
 def _compare_gradients(words: Sequence[str]) -> GradientError | None:
-    """What to raise, on all ranks, if what they told differs by more than rounding.
-    Ranks that told of other counts, as one that left out a backward, are for
-    others to find."""
+    """Return the error to raise on all ranks if their gradients differ by more than
+    rounding. Different numbers of gradients, as of a rank that left out a backward, are
+    found elsewhere."""
     ranks = [word.split(" ") for word in words]
     if len(set(words)) == 1 or len({*map(len, ranks)}) > 1 or "" in words:
         return None

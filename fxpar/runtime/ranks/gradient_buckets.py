@@ -1,9 +1,8 @@
-"""Parameters whose gradients are reduced, and the buckets that hold their gradients.
+"""This module makes buckets of gradients, each of which one collective reduces.
 
-In: parameters, in the order in which they are reduced. Out: buckets, each reduced by
-one collective; after it ``.grad`` is a view of the bucket's memory, where there was
-none, so that nothing is copied back. Never: memory used again that a ``.grad`` is a
-view of.
+In: parameters, in the order in which their gradients are reduced. Out: buckets; after
+the reduction a ``.grad`` that was None is a view of the bucket's memory, so that
+nothing is copied back. Never: a second use of memory that a ``.grad`` is a view of.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True)
 class MeanOver:
-    """The ranks over which the mean of a gradient is taken."""
+    """Names the ranks over which the mean of a gradient is taken."""
 
     # Name of the process group.
     group: str
-    # Its members.
+    # Number of its ranks.
     count: int
 
 
 @dataclass(eq=False)
 class Watched:
-    """A parameter whose gradient is reduced."""
+    """Is a parameter whose gradient is reduced."""
 
     # As messages and agreements call it.
     name: str
-    # The parameter, weak.
+    # Weak reference to the parameter.
     ref: weakref.ref[nn.Parameter]
     # The ranks that its gradient is reduced over.
     over: MeanOver
     # Whether its gradient may be reduced before the backward ends.
     early: bool = True
-    # Among all parameters, alike on all ranks; None: not agreed on yet.
+    # Its number, equal on all ranks; None until they agree on it.
     place: int | None = None
-    # That holds its gradient; None until some rank has one.
+    # Bucket of its gradient; None until some rank has one.
     bucket: Bucket | None = None
-    # In its bucket.
+    # Position in its bucket.
     index: int = 0
     # Whether a hook notes its gradients.
     has_hook: bool = False
-    # Whether somebody else reduces its gradient by now.
+    # Whether other code, as DDP, reduces its gradient by now.
     is_left: bool = False
 
     def text(self) -> str:
-        """What ranks agree on."""
+        """Return the text that must be equal on all ranks."""
         p = self.ref()
         if p is None:
             return f"{self.name}: has ended"
@@ -69,8 +68,8 @@ class Watched:
         return f"{self.name}: {p.dtype} {list(p.shape)} {strides_of(local)}"
 
     def gradient(self) -> torch.Tensor | None:
-        """What this rank holds of its gradient. Raises GradientError if it is
-        sparse."""
+        """Return this rank's part of its gradient, None if there is none. Raises
+        GradientError if it is sparse."""
         p = self.ref()
         if p is None or p.grad is None or self.is_left:
             return None
@@ -82,7 +81,7 @@ class Watched:
         return local_of(p.grad)
 
     def take(self) -> torch.Tensor | None:
-        """``.grad``, which is None from now on."""
+        """Return ``.grad`` and set it to None."""
         p = self.ref()
         if p is None or p.grad is None or self.is_left:
             return None
@@ -90,7 +89,8 @@ class Watched:
         return gradient
 
     def give(self, mean: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Let ``.grad`` be ``gradient`` with the values of ``mean``; None: ``mean``."""
+        """Set ``.grad`` to ``gradient`` with the values of ``mean``; None: to
+        ``mean``."""
         p = self.ref()
         if p is None:
             return
@@ -105,55 +105,55 @@ class Watched:
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
 
 
 def strides_of(local: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a gradient: those of its parameter, if these leave no gaps."""
+    """Return the strides of a gradient: those of its parameter, if without gaps."""
     return tuple(torch.empty_like(local, device="meta").stride())
 
 
 @dataclass(eq=False)
 class BucketMemory:
-    """BucketMemory of a bucket's gradients."""
+    """Holds the memory of a bucket's gradients."""
 
-    # All of them, one after the other.
+    # All gradients, one after the other; 1-D.
     flat: torch.Tensor
-    # Each, with the strides of its parameter.
+    # A view for each gradient, with the strides of its parameter.
     slots: list[torch.Tensor]
-    # What ``memory_uses`` says while no ``.grad`` is a view of it.
+    # The ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it.
     unused: int
 
     def is_free(self) -> bool:
-        """Whether nobody else holds a view of it."""
+        """Return whether nothing else holds a view of it."""
         return _torch.objects.memory_uses(self.flat) == self.unused
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients of one dtype, device and group that one collective reduces."""
+    """Holds gradients of one dtype, device and group that one collective reduces."""
 
     # The parameters, in their order in memory.
     members: list[Watched]
     # Places of the members, as bits.
     mask: int
-    # Those of each, as ranks agreed.
+    # Shape and strides of each gradient, as ranks agreed.
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     # Of all gradients.
     dtype: torch.dtype
-    # Where they are.
+    # Of all gradients.
     device: torch.device
     # Up to two, used in turns: ``.grad`` may be views of one.
     memories: list[BucketMemory] = field(default_factory=list)
 
     @property
     def over(self) -> MeanOver:
-        """The ranks that reduce it."""
+        """Return the ranks that reduce it."""
         return self.members[0].over
 
     def memory(self) -> BucketMemory:
-        """BucketMemory for the gradients of a backward, of any values."""
+        """Return memory for the gradients of a backward, with any values."""
         for memory in self.memories:
             if memory.is_free():
                 return memory
@@ -169,7 +169,7 @@ class Bucket:
         return memory
 
     def forget(self) -> None:
-        """Free the memory once all parameters have ended here."""
+        """Free the memory once all parameters are gone on this rank."""
         if all(member.ref() is None for member in self.members):
             self.memories.clear()
 
@@ -179,8 +179,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def parted(parameters: Sequence[Watched], *, first: bool) -> Iterator[Bucket]:
-    """Buckets of parameters, in the order in which they are full if gradients come in
-    the order of ``parameters``. ``first``: one of them is the first of all."""
+    """Yield buckets of parameters, in the order in which they fill if gradients come in
+    the order of ``parameters``. ``first``: whether this makes the first buckets."""
     limit = FIRST_BUCKET if first else BUCKET
     filling: dict[Any, list[Watched]] = {}
     sizes: dict[Any, int] = {}
@@ -210,7 +210,7 @@ def _bucket(members: list[Watched]) -> Bucket:
 
 
 class LaunchedSum:
-    """A sum over ranks that was launched."""
+    """Is an all-reduce that was launched."""
 
     def __init__(self, flat: torch.Tensor, over: MeanOver) -> None:
         group = _torch.distributed.group_named(over.group)
@@ -220,7 +220,7 @@ class LaunchedSum:
         self._work: Any = dist.all_reduce(self._message, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Return once the sum is in place of the summand."""
+        """Return once the sum has replaced the summand."""
         self._work.wait()
         if self._message is not self._flat:
             self._flat.copy_(self._message)

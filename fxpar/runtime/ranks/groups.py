@@ -1,11 +1,12 @@
-"""This process among the ranks: the process group, the mesh, groups along its axes.
+"""This module finds this process's rank in the mesh, and makes groups along its axes.
 
 In: options. Out: ``Ranks``, which names the groups along mesh axes. An existing process
-group is used as it is; without one, torchrun's environment starts one. Groups are made
-when first asked for, by their members alone, who must ask in the same order, as they do
-while they bind the same graph. Where each rank feeds its own part of the batch, the
-axes of the batch are *manual*: what is planned is the program of one place along them,
-on a mesh where they have one rank. Never: a group of which a member does not come.
+group is used as it is; without one, one is started from torchrun's environment. A group
+is made when it is first needed, by its members only, which must need groups in the same
+order, as ranks that bind the same graph do. Where each rank feeds its own part of the
+batch, the axes of the batch are *manual*: the program of one place along them is
+planned, on a mesh where they have one rank. Never: a group of which a member is
+missing.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ SETTLE = 0.05
 
 @dataclass
 class _Life:
-    """What was made from one default process group, and ends with it."""
+    """Holds everything that ends with one default process group."""
 
     # The default process group.
     group: weakref.ref[Any]
-    # Of process groups, by what they join.
+    # Names of process groups, by mesh and axes.
     names: dict[Any, str] = field(default_factory=dict)
     # By mesh.
     device_meshes: dict[Any, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
-    # Names of the worlds whose ranks have devices of their own.
+    mesh: Mesh | None = None  # chosen for FXPAR_MESH=auto
+    # Names of the worlds in which each rank is known to have a device of its own.
     devices_checked: set[str] = field(default_factory=set)
-    # Those of this process' places, by name.
+    # Worlds that this process is in, by name.
     places: dict[str, World] = field(default_factory=dict)
 
 
@@ -68,7 +69,7 @@ _lives: list[_Life] = []  # the current one, if any
 
 
 def _life() -> _Life:
-    """That of the process group there is now. An ended one's names mean nothing."""
+    """Return the current life; names made in an ended one are not valid any more."""
     world = _torch.distributed.default_group()
     assert world is not None, "there is no process group"
     if not _lives or _lives[0].group() is not world:
@@ -81,8 +82,8 @@ _alone = itertools.count()  # graphs compiled without a process group
 
 
 def next_graph() -> int:
-    """Number of a graph; ranks that run the same program count the same. A new process
-    group counts from 0: its ranks may have been others of the one before, or none."""
+    """Return the number of a new graph; ranks that run the same program get the same. A
+    new process group counts from 0, since its ranks may be other processes."""
     return next(_graphs())
 
 
@@ -98,7 +99,7 @@ def _graphs() -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Manual(ManualAxes):
-    """The axes of the batch, where each rank feeds its own part of it."""
+    """Are the axes of the batch, where each rank feeds its own part of it."""
 
     # Of this process, in the mesh of all ranks.
     rank: int
@@ -106,31 +107,31 @@ class Manual(ManualAxes):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank in the mesh, and the process groups of its axes."""
+    """Is this process's rank in the mesh, with the process groups of its axes."""
 
     # Of all ranks; of those of a place, where axes are manual.
     mesh: Mesh
     # Of this process, in the mesh.
     rank: int
-    # The mesh is to be chosen; until then it is one axis over all ranks.
+    # Whether the mesh is still to be chosen; until then it is one axis over all ranks.
     open: bool = False
     # The ranks of the mesh, if they are not all.
     world: World | None = None
-    # What the mesh is a place of; None: it has all ranks.
+    # The axes along which the mesh is one place; None: it has all ranks.
     manual: Manual | None = None
 
     @property
     def whole(self) -> Ranks:
-        """All ranks on the whole mesh, over which parameters are sharded."""
+        """Return all ranks on the whole mesh, over which parameters are sharded."""
         return Ranks(self.manual.mesh, self.manual.rank) if self.manual else self
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this thread speaks with the ranks of the mesh alone."""
+        """Let this thread inside meet only the ranks of the mesh."""
         return worlds.inside(self.world)
 
     def group(self, axes: Sequence[str]) -> str:
-        """Name of this rank's process group along ``axes``. Manual ones have all their
-        ranks, though the mesh has one."""
+        """Return the name of this rank's process group along ``axes``. Along manual
+        axes it has all ranks, though the mesh has one."""
         if self.manual is None:
             return group_of(self.mesh, axes)
         several = [
@@ -141,7 +142,7 @@ class Ranks:
         return group_of(self.manual.mesh, several)
 
     def dtensor(self, local: torch.Tensor, spec: Spec) -> Any:
-        """The global value, as a DTensor, of which ``local`` is this rank's part."""
+        """Return the DTensor of which ``local`` is this rank's part."""
         from torch.distributed.tensor import DTensor
 
         # A part of an axis is a dim of its own of the DeviceMesh.
@@ -158,7 +159,7 @@ class Ranks:
 
 
 def join(options: Options) -> Ranks:
-    """Take this process's place in the mesh, starting a process group if need be.
+    """Return this process's rank in the mesh; start a process group if there is none.
 
     Raises MeshError if mesh and processes do not fit, FxparError if torchrun's
     environment is incomplete.
@@ -179,13 +180,13 @@ def join(options: Options) -> Ranks:
 
 
 def _manual(mesh: Mesh, rank: int) -> Manual | None:
-    """The axes of the batch; None if one part is all of it."""
+    """Return the axes of the batch; None if the batch has one part."""
     axes = tuple(axis for axis in batch_axes(mesh) if mesh.axis_size(axis) > 1)
     return Manual(mesh, axes, rank) if axes else None
 
 
 def _in_place(manual: Manual) -> Ranks:
-    """The ranks of this process's place."""
+    """Return the ranks of this process's place."""
     mesh, rank = manual.mesh, manual.rank
     others = [axis for axis in mesh.names if axis not in manual.axes]
     members = mesh.group(rank, others)
@@ -211,14 +212,14 @@ def _in_place(manual: Manual) -> Ranks:
 
 
 def _axes_text(mesh: Mesh) -> str:
-    """Axes of a mesh and their sizes: the same text on all ranks, whatever else they
-    know of it."""
+    """Return axes of a mesh and their sizes as a text, without parts, speeds and
+    links."""
     return ",".join(f"{name}={size}" for name, size in mesh.unrefined.axes)
 
 
 def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
-    """The ranks on the mesh that a plan chose. ``FXPAR_MESH=auto`` means that mesh from
-    now on: what is compiled later shares its groups and its parameters."""
+    """Return the ranks on the mesh that a plan chose. ``FXPAR_MESH=auto`` is that mesh
+    from now on: graphs that are compiled later share its groups and parameters."""
     mesh = Mesh(mesh.unrefined.axes)
     if ranks.mesh.size > 1:
         life = _life()
@@ -227,8 +228,8 @@ def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 def ensure_process_group(mesh: Any = None) -> int:
-    """The number of ranks; starts a process group from torchrun's environment if there
-    is none. One process without that environment is one rank, and needs no group.
+    """Return the number of ranks; start a process group from torchrun's environment if
+    there is none. One process without that environment is one rank without a group.
 
     ``mesh`` is compared with the environment before anything waits for other processes.
     Raises MeshError if they differ, FxparError if the environment is incomplete.
@@ -246,7 +247,8 @@ def ensure_process_group(mesh: Any = None) -> int:
 
 
 def launched(environ: Mapping[str, str]) -> bool:
-    """Whether the environment is torchrun's. Raises FxparError if only a part is."""
+    """Return whether torchrun set the environment. Raises FxparError if only a part of
+    its variables is set."""
     unset = [name for name in ENVIRONMENT if not environ.get(name)]
     if unset and int(environ.get("WORLD_SIZE") or 1) > 1:
         raise FxparError(
@@ -267,7 +269,8 @@ def _start() -> None:
 
 
 def _end() -> None:
-    """Leave without waiting for other ranks, which may have failed."""
+    """Leave the process group without waiting for other ranks, which may have
+    failed."""
     _lives.clear()
     if _torch.distributed.default_group() is not None:
         dist.destroy_process_group()
@@ -276,13 +279,14 @@ def _end() -> None:
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """As ``_end`` for a process group that is the user's to end."""
+    """Wait as ``_end`` does when the process ends, and leave the user's process group
+    to the user."""
     atexit.register(time.sleep, SETTLE)
 
 
 def resolve_mesh(options: Options, world_size: int) -> Mesh:
-    """The mesh that was asked for, by default one axis dp over all ranks, as while it
-    is to be chosen.
+    """Return the mesh of the options; by default, and while it is to be chosen, one
+    axis dp over all ranks.
 
     Raises MeshError if it cannot be read or has another number of ranks.
     """
@@ -307,11 +311,11 @@ def resolve_mesh(options: Options, world_size: int) -> Mesh:
 
 
 def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Name of the process group of this rank along ``axes``, in mesh order: the same
-    on all ranks, so that programs that name it are.
+    """Return the name of the process group of this rank along ``axes``. It is equal on
+    all ranks, so that programs with the name in them are.
 
-    Its members must call this, in the same order. Raises MeshError on an unknown axis,
-    RankMismatchError if a member does not come.
+    All members must call this, in the same order. Raises MeshError on an unknown axis,
+    RankMismatchError if a member is missing.
     """
     count = mesh.count(axes)
     world = _torch.distributed.default_group()
@@ -347,12 +351,12 @@ def _meet_members(members: Sequence[int], name: str) -> str:
 
 
 def axes_of_group(group: str) -> tuple[str, ...] | None:
-    """The axes along which one of the groups made here goes; None: all of a mesh."""
+    """Return the axes of a group that was made here; None: it has all ranks."""
     return next((k[1] for k, name in _life().names.items() if name == group), None)
 
 
 def bandwidth_of(mesh: Mesh, group: str) -> float:
-    """Bytes/s that a rank sends in one of the groups made here, at the least."""
+    """Return the bytes/s of the slowest link in a group that was made here."""
     axes = axes_of_group(group) or mesh.names
     links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
     near = [
@@ -364,7 +368,8 @@ def bandwidth_of(mesh: Mesh, group: str) -> float:
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
-    """The DeviceMesh with the axes of ``mesh``: the user's own, or one made once."""
+    """Return the DeviceMesh with the axes of ``mesh``: the user's own, or one made
+    once."""
     from torch.distributed.device_mesh import init_device_mesh
 
     meshes = _life().device_meshes
@@ -379,7 +384,7 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
 
 
 def _device_mesh_of_place(ranks: Ranks, mesh: Mesh, device_type: str) -> Any:
-    """The DeviceMesh with the axes of ``mesh``, that of a place, over its ranks."""
+    """Return the DeviceMesh of a place, with the axes of ``mesh``, over its ranks."""
     from torch.distributed.device_mesh import DeviceMesh
 
     assert ranks.world is not None
@@ -398,13 +403,13 @@ def _device_mesh_of_place(ranks: Ranks, mesh: Mesh, device_type: str) -> Any:
 
 
 def has_device_mesh(device_mesh: Any) -> bool:
-    """Whether a DeviceMesh is equal to one that ``device_mesh_of`` gave."""
+    """Return whether a DeviceMesh is equal to one that ``device_mesh_of`` returned."""
     return device_mesh in _life().device_meshes.values()
 
 
 def check_devices(device: torch.device) -> None:
-    """Compare, once, the CUDA devices of the ranks of this world; NCCL needs one for
-    each rank.
+    """Check once that the ranks of this world have different CUDA devices, as NCCL
+    needs.
 
     Raises DeviceError if ranks share one, RankMismatchError if a rank does not answer.
     """

@@ -1,13 +1,12 @@
-"""Where a collective or a message of a step fails: an error that names the ranks that
-are not in it.
+"""This module names the ranks that are missing where a collective of a step fails.
 
-Backends say that a connection closed, or that time is over, and not whose fault it is.
-In: their error, and what ranks say of themselves (``presence``): one that has ended
-said so, one that died does not answer, one that went another way says which line it is
-at. Out: an error with their numbers and places. A rank that fails since another is lost
-ends, and is lost to others in its turn; so who is first to know which rank it was tells
-it through the store of the process group, and those who fail after it say the same.
-Never: another error in place of one that is no collective's.
+Backends report that a connection closed, or that time is over, and not which rank was
+missing. In: their error, and the state of each rank as ``presence`` reports it: ended
+(with its exception), silent, or at another line of the program. Out: an error with
+their numbers and places. A rank that fails because another is lost ends, and is then
+lost to others itself; so the first rank that knows which one it was writes that to the
+store of the process group, and those that fail later report the same. Never: another
+error in place of one that no collective raised.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from fxpar.errors import FxparError, LostRankError, RankMismatchError
 from fxpar.runtime.ranks import presence, worlds
 from fxpar.runtime.ranks.meeting import Channel, all_ranks
 
-# In what gloo and NCCL say of ranks that have ended, and of any they do not reach.
+# Parts of messages of gloo and NCCL: of ranks that have ended, of any not reached.
 _CLOSED = ("closed by peer", "pair closure", "reset")
 _SAID = ("gloo", "NCCL", "Timed out waiting", *_CLOSED)
-# Of ranks that may have come to the collective.
+# States of ranks that may have come to the collective.
 _IN_STEP = ("waits", "collective", "in a graph", "works")
 _SHOWN = 8  # ranks
 _FIX = (
-    "look at what they printed, the first that failed above all; if they compute for "
-    "longer than a collective may take, give init_process_group a longer timeout"
+    "see what they printed, first of all the first that failed; if they compute "
+    "for longer than a collective may take, give init_process_group a longer "
+    "timeout"
 )
 
 
 @dataclass(frozen=True)
 class LostRankReport:
-    """What the first rank to know says of a lost one."""
+    """Is the report of the first rank that knows of a lost one."""
 
-    # The rank that says it.
+    # The rank that reports.
     rank: int
     # Which rank is lost, and where it is.
     what: str
@@ -46,8 +46,8 @@ class LostRankReport:
 
 
 def name_lost_ranks(error: RuntimeError) -> None:
-    """Raise RankMismatchError, which names them, if ``error`` is of a collective or a
-    message that other ranks did not come to."""
+    """Raise RankMismatchError that names the missing ranks if ``error`` comes from a
+    collective or a message that other ranks did not reach."""
     text = str(error)
     is_of_others = isinstance(error, dist.DistError) or any(x in text for x in _SAID)
     is_foreign = not isinstance(error, FxparError) and is_of_others
@@ -74,11 +74,12 @@ def _what_failed(error: RuntimeError) -> str:
     if isinstance(error, FxparError):
         return error.what
     reason = str(error).split(". ")[0].partition("\n")[0]
-    return f"a collective of this step did not come to its end ({reason})"
+    return f"a collective of this step did not complete ({reason})"
 
 
 def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport | None:
-    """Which ranks are lost, told to the others; None if nobody knows."""
+    """Find out which ranks are lost, report it to the others and return it; None if
+    nobody knows."""
     is_closed = any(x in str(error) for x in _CLOSED)
     if isinstance(error, LostRankError) and error.rank is not None and is_closed:
         return _report(channel, what, error.fix or _FIX)
@@ -107,7 +108,7 @@ def _reported(channel: Channel) -> LostRankReport | None:
 
 
 def _report(channel: Channel, what: str, fix: str) -> LostRankReport:
-    """Say to all ranks which are lost; what was said first."""
+    """Report to all ranks which are lost, and return the first report."""
     own = json.dumps({"rank": channel.rank, "what": what, "fix": fix})
     first = channel.presence.store.compare_set(_key(channel), "", own)
     return LostRankReport(**json.loads(first))

@@ -32,8 +32,8 @@ _OPENED_BY = 8
 
 
 class Mailboxes:
-    """A rank's view of the boxes of all ranks. ``published``: tells the other ranks the
-    name of the memory, or, given None, returns that name, None while it is unknown.
+    """Gives one rank access to the boxes of all ranks. ``published``: tells the other
+    ranks the name of the memory, or, given None, returns it, None while it is unknown.
 
     The memory has no file in a folder: other ranks open it through the process of rank
     0, and the system frees it once all of them have ended, in whatever way."""

@@ -1,20 +1,21 @@
-"""Gradients become their mean over the ranks when a backward accumulates them.
+"""This module replaces gradients by their mean over the ranks, as DDP does.
 
 In local mode every rank runs its own program on its own part of the batch. In:
-backwards of watched parameters. Out: what DistributedDataParallel lets cross: after
-each backward, ``.grad`` of each watched parameter that any rank added to is the mean of
-what all ranks have there. Never: gradients paired with others, where ranks run other
+backwards of watched parameters. Out: after each backward, ``.grad`` of each watched
+parameter that got a gradient on any rank is the mean of the ``.grad`` of all ranks.
+Never: the mean of gradients of different parameters, where ranks run different
 backwards.
 
-Gradients are reduced in buckets, whose order follows from agreements: they are made of
-the parameters that a backward touched first, in the order in which rank 0 touched them.
-In a backward a rank launches a bucket once it is complete and all that are expected
-before it are launched, so that no two ranks can pair other gradients. When the backward
-ends all ranks meet, by one word without a collective: it says how many buckets a rank
-launched and which parameters it touched; then all launch the rest.
+Gradients are reduced in buckets (``gradient_buckets``) on whose order ranks agree: a
+bucket is made when a backward first touches its parameters, in the order in which rank
+0 touched them. In a backward a rank launches a bucket once it is complete and all
+buckets that are expected before it are launched, so that all ranks launch the same
+buckets in the same order. When the backward ends all ranks meet, by one word without a
+collective, which says how many buckets a rank launched and which parameters it touched;
+then all launch the other buckets.
 
 A gradient comes in two ways: autograd accumulates it, or a compiled backward hands it
-over where it is made (``passes.order.hand_over``), and autograd gets None.
+over as soon as it is computed (``passes.order.hand_over``), and autograd gets None.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from fxpar.runtime.ranks.gradient_buckets import (
 from fxpar.runtime.ranks.presence import is_alone
 
 _FIX = (
-    "call what is compiled with all its parameters on every rank first, or make them "
-    "parameters of the module that is compiled"
+    "call the compiled module with all its parameters on every rank first, or "
+    "make them parameters of the module that is compiled"
 )
 _SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
 
 
 def takes_part() -> bool:
-    """Whether this rank's eager code is one of several ranks' now: the one place that
-    decides whether gradients are reduced here."""
+    """Return whether gradients are reduced over ranks now: several ranks run, and this
+    one is not in ``fxpar.alone``. Nothing else decides that."""
     group = _torch.distributed.default_group()
     if group is None or group.size() == 1 or is_alone():
         return False
@@ -64,7 +65,7 @@ def takes_part() -> bool:
 
 @dataclass(eq=False)
 class _Reducer:
-    """What is watched in one life of the process group."""
+    """Holds the watched parameters of one process group."""
 
     # By id.
     watched: dict[int, Watched] = field(default_factory=dict)
@@ -74,28 +75,29 @@ class _Reducer:
     new: dict[str, Watched] = field(default_factory=dict)
     # In the order in which they are launched.
     buckets: list[Bucket] = field(default_factory=list)
-    # Sets of places that any rank touched in the last two backwards.
+    # Places that any rank touched in each of the last two backwards, as bits.
     last: tuple[int, int] = (0, 0)
-    # By two such sets, that of the backward that once came after them.
+    # By the places of two backwards, those of the backward that last came after them.
     follows: dict[tuple[int, int], int] = field(default_factory=dict)
-    # By what all ranks touched, how often this rank had a gradient of each place.
+    # By the places that ranks touched, how often this rank had a gradient of each
+    # place.
     usual: dict[int, dict[int, int]] = field(default_factory=dict)
-    # The backward that is under way, or the last one; weak.
+    # Weak reference to the backward that runs, or to the last one.
     backward: Callable[[], _Backward | None] = lambda: None
-    # Those without a hook, that wanted no gradient so far.
+    # Those without a hook, which required no gradient so far.
     frozen: set[Watched] = field(default_factory=set)
-    # Ids of parameters whose gradients somebody else reduces.
+    # Ids of parameters whose gradients other code reduces.
     left: set[int] = field(default_factory=set)
-    # Grows with every backward that ends.
+    # Number of backwards that have ended.
     backwards: int = 0
 
     def expected(self) -> int:
-        """Places that the next backward will touch, on some rank, as far as ranks can
-        tell, who all say the same."""
+        """Return the places that some rank will probably touch in the next backward;
+        all ranks return the same."""
         return self.follows.get(self.last, self.last[1])
 
     def note(self, touched: int) -> None:
-        """Learn from a backward that touched these places."""
+        """Note that a backward touched these places."""
         if len(self.follows) > _HISTORY:
             self.follows.clear()
         self.follows[self.last] = touched
@@ -103,7 +105,7 @@ class _Reducer:
         self.backwards += 1
 
     def begun(self) -> _Backward:
-        """The backward that is under way, which will be called at its end."""
+        """Return the backward that runs, which autograd will call at its end."""
         backward = self.backward()
         if backward is None or backward.has_ended:
             backward = _Backward(self)
@@ -121,12 +123,12 @@ class _Reducer:
         self.hook(watched)
 
     def place(self, watched: Watched) -> None:
-        """Ranks have agreed on a parameter."""
+        """Give a place to a parameter on which ranks have agreed."""
         watched.place = len(self.placed)
         self.placed.append(watched)
 
     def hook(self, watched: Watched) -> None:
-        """Note gradients of a parameter from now on, if it wants one by now."""
+        """Note gradients of a parameter from now on, if it requires one."""
         p = watched.ref()
         if p is None or not p.requires_grad:
             self.frozen.add(watched)
@@ -150,19 +152,20 @@ _REDUCERS: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary(
 
 
 def _existing() -> _Reducer | None:
-    """The reducer of the process group that there is."""
+    """Return the reducer of the current process group, None if it has none."""
     group = _torch.distributed.default_group()
     return None if group is None else _REDUCERS.get(group)
 
 
 def _current() -> _Reducer | None:
-    """The reducer of this process, if it takes part and watches anything."""
+    """Return the reducer of this process, None if it watches nothing or takes no
+    part."""
     reducer = _existing()
     return reducer if reducer is not None and takes_part() else None
 
 
 def _arrived(parameter: torch.Tensor) -> None:
-    """Autograd accumulated a gradient, or none where it was handed over."""
+    """Note that autograd accumulated a gradient, or None where it was handed over."""
     if parameter.grad is not None:
         _accumulated(parameter)
 
@@ -186,16 +189,17 @@ def _accumulated(parameter: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class _State:
-    """What outlives a backward that raised."""
+    """Holds the part of a backward that is needed after it raised."""
 
     # Whether it came to its end.
     has_ended: bool = False
-    # ``.grad`` of parameters whose bucket was launched, which is None meanwhile.
+    # ``.grad`` of parameters whose bucket is launched; theirs is None meanwhile.
     detached_gradients: dict[Watched, torch.Tensor] = field(default_factory=dict)
 
 
 def _dropped(state: _State) -> None:
-    """Autograd let a backward go: if it did not end, it raised an error."""
+    """Report to other ranks that a backward which autograd dropped raised an error, if
+    it did not end."""
     if state.has_ended:
         return
     _give_back(state)
@@ -203,7 +207,7 @@ def _dropped(state: _State) -> None:
 
 
 def _give_back(state: _State) -> None:
-    """Let parameters have what they had accumulated."""
+    """Give parameters back the gradients that they had accumulated."""
     state.has_ended = True
     for watched, gradient in state.detached_gradients.items():
         p = watched.ref()
@@ -214,27 +218,28 @@ def _give_back(state: _State) -> None:
 
 @dataclass(eq=False)
 class _Filling:
-    """A bucket in a backward."""
+    """Is a bucket in a backward."""
 
-    # In which gradients are summed.
+    # Memory in which gradients are summed.
     memory: BucketMemory
-    # How many members still want a gradient, as far as this rank can tell.
+    # How many members probably still get a gradient.
     missing: int
-    # Members that a gradient was handed over of, and what was in ``.grad`` then.
+    # Members whose gradient was handed over, with the last write to ``.grad`` then.
     handed: dict[Watched, Any] = field(default_factory=dict)
-    # Launched; None before.
+    # None before it is launched.
     reduction: LaunchedSum | None = None
 
 
 def _write_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Which write to ``.grad`` was the last."""
+    """Return a key of the last write to ``.grad``."""
     if gradient is None:
         return None
     return id(gradient), _torch.objects.version_of(gradient)
 
 
 class _Backward:
-    """A backward of this rank: what it brought so far. Called at its end."""
+    """Is a backward of this rank with its gradients so far; autograd calls it at its
+    end."""
 
     def __init__(self, reducer: _Reducer) -> None:
         self.reducer, self.state = reducer, _State()
@@ -242,27 +247,27 @@ class _Backward:
         self.usual = reducer.usual.get(self.expected, {})
         # Buckets that may be launched before the end, in order.
         self.order = [b for b in reducer.buckets if b.mask & self.expected]
-        # How many of them are.
+        # How many of them are launched.
         self.launched = 0
         self.filling: dict[Bucket, _Filling] = {}
-        # How many gradients of each place came, in order of the first.
+        # How many gradients of each place came, in the order of the first of each.
         self.counts: dict[int, int] = {}
         # Places whose gradient came after their bucket was launched.
         self.late: set[int] = set()
-        # Those without a bucket, in the order in which gradients were made.
+        # Places without a bucket, in the order of their gradients.
         self.without_bucket: dict[int, None] = {}
         # Names of parameters that ranks have not agreed on.
         self.new: dict[str, None] = {}
-        # Numbers of passes of autograd that will call this: reentrant ones, too.
+        # Numbers of passes of autograd, reentrant ones too, that will call this.
         self.passes: set[int] = set()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return self.state.has_ended
 
     def queue(self) -> None:
-        """Have this called when the pass of autograd that is running ends."""
+        """Let autograd call this when the running pass ends."""
         number = _torch.aot.current_backward()
         if number not in self.passes:
             self.passes.add(number)
@@ -270,7 +275,7 @@ class _Backward:
 
     @_torch.dynamo.not_compiled
     def __call__(self) -> None:
-        """The end of a pass; the outermost one is the end of the backward."""
+        """End a pass; the end of the outermost one is the end of the backward."""
         if self.has_ended:
             return
         outer = _torch.aot.surrounding_backward()
@@ -290,8 +295,8 @@ class _Backward:
             _give_back(self.state)
 
     def add(self, watched: Watched, gradient: torch.Tensor, *, is_final: bool) -> None:
-        """Autograd accumulated, if anything, in ``gradient``. ``is_final``: nobody
-        changes it until the end."""
+        """Note that autograd accumulated, if anything, in ``gradient``. ``is_final``:
+        whether nothing changes it until the end."""
         place, bucket = watched.place, watched.bucket
         if place is None:
             self.new[watched.name] = None
@@ -308,7 +313,7 @@ class _Backward:
             self._advance(place, filling)
 
     def hand(self, watched: Watched, gradient: torch.Tensor) -> bool:
-        """Take a gradient in place of autograd. Whether it could be."""
+        """Take a gradient in place of autograd, and return whether that is possible."""
         place, bucket = watched.place, watched.bucket
         if place is None:
             self.new[watched.name] = None
@@ -330,7 +335,7 @@ class _Backward:
         return True
 
     def handed(self, watched: Sequence[Watched]) -> None:
-        """Launch what is complete by gradients that were handed over."""
+        """Launch buckets that are complete now that gradients were handed over."""
         for each in watched:
             assert each.place is not None
             assert each.bucket is not None
@@ -345,7 +350,7 @@ class _Backward:
         return filling
 
     def _advance(self, place: int, filling: _Filling) -> None:
-        """One more gradient came: launch what is complete, in order."""
+        """Count one more gradient, and launch complete buckets, in order."""
         if self.counts[place] == self.usual.get(place):
             filling.missing -= 1
         while self.launched < len(self.order):
@@ -360,7 +365,7 @@ class _Backward:
             self.launched += 1
 
     def _launch(self, bucket: Bucket, filling: _Filling) -> None:
-        """Reduce what the members have, of this backward and of those before."""
+        """Reduce the gradients of the members, of this backward and earlier ones."""
         scale = 1 / bucket.over.count
         for member, slot in zip(bucket.members, filling.memory.slots, strict=True):
             gradient = member.gradient()
@@ -374,7 +379,8 @@ class _Backward:
         filling.reduction = LaunchedSum(filling.memory.flat, bucket.over)
 
     def _finish(self) -> None:
-        """Agree with all ranks on what is left, and reduce it."""
+        """Agree with all ranks on the buckets that are not launched, and reduce
+        them."""
         reducer = self.reducer
         touched = sum(1 << place for place in self.counts)
         late = sum(1 << place for place in self.late)
@@ -416,7 +422,7 @@ class _Backward:
         touched: int,
         sums: Mapping[Watched, torch.Tensor],
     ) -> None:
-        """Let ``.grad`` be the mean of those that some rank touched."""
+        """Set ``.grad`` of members that some rank touched to the mean."""
         for member, mean in zip(bucket.members, memory.slots, strict=True):
             assert member.place is not None
             if not touched >> member.place & 1:
@@ -429,7 +435,8 @@ class _Backward:
             member.give(mean, gradient)
 
     def _sum_late(self, late: int) -> dict[Watched, torch.Tensor]:
-        """Means of what came after its bucket was launched, on any rank."""
+        """Return the means of gradients that came after their bucket was launched, on
+        any rank."""
         sums: dict[Watched, torch.Tensor] = {}
         reductions = []
         for watched in self.reducer.placed if late else ():
@@ -450,8 +457,8 @@ class _Backward:
         return sums
 
     def _place(self, names: Sequence[str]) -> int:
-        """Agree on parameters that some rank had a gradient of for the first time, and
-        that no rank named before; their places as bits."""
+        """Agree on parameters of which some rank had a gradient for the first time, and
+        return their places as bits."""
         new = [self.reducer.new.get(name) for name in names]
         agreed = [watched for watched in new if watched is not None]
         lines = [
@@ -465,8 +472,8 @@ class _Backward:
         return sum(1 << w.place for w in agreed if w.place is not None)
 
     def _make_buckets(self, touched: int, first: Sequence[int]) -> None:
-        """Give those that have none yet a bucket. ``first``: places in the order in
-        which rank 0 touched them."""
+        """Make buckets for touched places that have none. ``first``: places in the
+        order in which rank 0 touched them."""
         places = dict.fromkeys(first)
         rest = touched
         for bucket in self.reducer.buckets:
@@ -493,13 +500,13 @@ def watch(
     modules: Mapping[str, nn.Module],
     over: Callable[[nn.Parameter], MeanOver | None],
 ) -> None:
-    """From now on, every backward leaves the mean over ranks in the gradients of the
-    parameters of ``modules``. Every rank calls this. Those and buffers that differ
-    between ranks become those of rank 0, with a warning.
+    """Let every backward from now on average the gradients of the parameters of
+    ``modules``. Every rank must call this. Parameters and buffers that differ between
+    ranks become those of rank 0, with a warning.
 
-    ``name``: of what uses them, for messages. ``over``: the ranks that a parameter's
-    gradient is reduced over; None: there are none. Raises RankMismatchError if a rank
-    does not come, or has other parameters.
+    ``name``: the user of the parameters, for messages. ``over``: gives the ranks over
+    which a parameter's gradient is reduced, None for none. Raises RankMismatchError if
+    a rank is missing, or has other parameters.
     """
     reducer = _reducer()
     new = [
@@ -530,10 +537,11 @@ def note(
     *,
     early: bool = True,
 ) -> None:
-    """Watch parameters that this rank may see before others do: ranks agree on them,
-    by ``name`` and their own, when a backward first has a gradient of them.
+    """Watch parameters that this rank may see before other ranks do: they agree on
+    them, by ``name`` and the parameters' names, when a backward first has a gradient of
+    them.
 
-    ``early``: as far as is known nobody else reduces them, as DDP does.
+    ``early``: whether, as far as is known, no other code (as DDP) reduces them.
     """
     reducer = _reducer()
     for key, p in parameters.items():
@@ -549,7 +557,8 @@ def note(
 
 
 def leaves_under(x: Any) -> list[nn.Parameter]:
-    """The parameters that a value was computed from in code that was not compiled."""
+    """Return the parameters from which a value was computed in code that is not
+    compiled."""
     if not isinstance(x, torch.Tensor) or x.grad_fn is None:
         return []
     leaves = _torch.aot.leaves_under(x, _is_served)
@@ -557,7 +566,8 @@ def leaves_under(x: Any) -> list[nn.Parameter]:
 
 
 def is_watched(p: torch.Tensor) -> bool:
-    """Whether the gradients of a parameter become means, here or by somebody else."""
+    """Return whether the gradients of a parameter are averaged, here or by other
+    code."""
     reducer = _existing()
     return reducer is not None and (id(p) in reducer.watched or id(p) in reducer.left)
 
@@ -571,13 +581,13 @@ def hook_new() -> None:
 
 
 def backwards() -> int:
-    """How many backwards of watched parameters have ended."""
+    """Return how many backwards of watched parameters have ended."""
     reducer = _existing()
     return 0 if reducer is None else reducer.backwards
 
 
 def leave(parameters: Iterable[nn.Parameter]) -> None:
-    """Somebody else, as DDP, reduces the gradients of these from now on."""
+    """Leave the gradients of ``parameters`` from now on to other code, as DDP."""
     reducer = _reducer()
     for p in parameters:
         if id(p) in reducer.watched:
@@ -603,7 +613,7 @@ def _watched(
     p: nn.Parameter,
     over: Callable[[nn.Parameter], MeanOver | None],
 ) -> Watched | None:
-    """What to watch of a parameter; None: nothing, or it is watched."""
+    """Return a parameter to watch; None if it is watched, or needs no reduction."""
     if id(p) in reducer.watched or id(p) in reducer.left:
         return None
     ranks = over(p)
@@ -618,8 +628,8 @@ def _agree_on(
     parameters: Sequence[Watched],
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Agree on parameters, ``lines`` of text, and on their values, which become those
-    of rank 0. Raises RankMismatchError."""
+    """Check that ``lines``, which describe parameters and buffers, are equal on all
+    ranks, and give all ranks the values of rank 0. Raises RankMismatchError."""
     text = "\n".join(lines)
     digest = consensus.digest_of(text)
     what = f"the parameters that are trained, at {where}"
@@ -640,17 +650,17 @@ def _agree_on(
 
 @dataclass(eq=False)
 class _Handing:
-    """A backward of a compiled graph that is running."""
+    """Is a backward of a compiled graph that runs."""
 
-    # Knows the parameters.
+    # Has the watched parameters.
     reducer: _Reducer
-    # Of autograd, of each argument that is a tensor, by its position.
+    # The node of autograd of each argument that is a tensor, by its position.
     nodes: Mapping[int, Any]
     # Positions of arguments whose gradient was taken.
     positions_handed: set[int] = field(default_factory=set)
 
     def take(self, gradients: Sequence[torch.Tensor], inputs: Sequence[int]) -> None:
-        """Take those gradients that autograd would surely accumulate."""
+        """Take the gradients that autograd would only accumulate."""
         backward, watched = None, []
         for gradient, position in zip(gradients, inputs, strict=True):
             leaf = _torch.aot.accumulating(self.nodes.get(position))
@@ -681,13 +691,13 @@ def _take(gradients: list[torch.Tensor], inputs: list[int]) -> None:
             _NOW.handing.take(gradients, inputs)
 
 
-# Of compiled graphs whose arguments were noted when they were called.
+# Autograd functions of compiled graphs that hand gradients over.
 _SERVED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def serve_backward(args: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Take the gradients that backwards of a compiled graph hand over. ``args``,
-    ``outputs``: of a call of it. Whether it has a backward."""
+    """Let the backward of a call of a compiled graph hand gradients over, and return
+    whether there is one. ``args``, ``outputs``: of the call."""
     positions = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
     function = _torch.aot.wrap_backward(outputs, partial(_handing, positions))
     if function is not None:
@@ -727,8 +737,8 @@ def _handing(
 
 
 def meet(what: str) -> None:
-    """Return once all ranks have come to the same place of eager code, before they
-    communicate there. Raises RankMismatchError if they are at different ones."""
+    """Return once all ranks have come to the same place in eager code, before they
+    communicate there. Raises RankMismatchError if they are at different places."""
     if takes_part():
         with worlds.inside(None):
             meeting.meet(
@@ -737,7 +747,7 @@ def meet(what: str) -> None:
 
 
 def mean_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The mean over all ranks of the gradient that each has of a sharded parameter."""
+    """Return the mean over all ranks of their gradients of a sharded parameter."""
     group = _torch.distributed.default_group()
     if not takes_part():
         return gradient

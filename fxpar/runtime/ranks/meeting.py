@@ -1,18 +1,19 @@
-"""Ranks meet: each gives a word and gets those of all, without a collective.
+"""This module exchanges a short text, a word, between all ranks, without a collective.
 
-They do so at every call of a compiled graph, before anything of it is launched, and
-wherever they agree while they compile (``consensus``); meetings of a world (``worlds``)
-are counted alike on all its ranks.
+Ranks meet so at every call of a compiled graph, before any of its collectives is
+launched, and where they agree while they compile (``consensus``). The meetings of a
+world (``worlds``) have equal numbers on all its ranks.
 
-In: a place in the program and a word. Out: the words of all ranks, in their order, or
-one error on all of them, where ranks are at different places, one failed (it wrote that
-instead of a word), or one does not come (who waits for it writes so in its place, by
-one atomic message, so that it is told when it does come). Never: a wait without end.
+In: a place in the program and a word. Out: the words of all ranks, in their order; or
+one error on all of them, if ranks are at different places, one failed (it wrote its
+failure in place of a word), or one is missing (a rank that waits writes a failure in
+its place by one atomic message, which it reads if it comes later). Never: a wait
+without end.
 
-Words are keys in the store of the default process group. Few ranks read those of all,
-ranks of one machine from memory if all come in a moment (``mailboxes``); of many, rank
-0 does and tells the others, so that the store handles a number of messages that grows
-with the ranks and not with their square.
+Words are keys in the store of the default process group. Up to ``DIRECT`` ranks each
+read all words, those of one machine from memory if all come within a millisecond
+(``mailboxes``); of more ranks, rank 0 reads all and writes them in one key, so that the
+number of messages grows with the ranks and not with their square.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from fxpar.runtime.ranks.patience import Patience, patience_limit
 from fxpar.runtime.ranks.presence import FAILED, Presence, failure
 from fxpar.runtime.ranks.worlds import World
 
-# Of one message; who waits longer than it should is told so by a key (``_Watch``).
+# Of one message; ``_Watch`` ends a wait earlier, by writing the key that it waits for.
 LONGEST = timedelta(days=7)
 
 
 @dataclass
 class Channel:
-    """The store as seen by one rank of a world."""
+    """Is the store as seen by one rank of a world."""
 
-    # Through a connection apart from that of ``presence``.
+    # Through another connection than that of ``presence``.
     store: Any
     # Of this process, in the world.
     rank: int
     # By rank of the world, the number in the default process group, by which users and
     # ``presence`` know it.
     ranks: Sequence[int]
-    # That its keys begin with; another life has another.
+    # Of its keys; each life of a process group has another.
     prefix: str
     # Says where this rank is, and asks where others are.
     presence: Presence
@@ -63,11 +64,11 @@ class Channel:
 
     @property
     def size(self) -> int:
-        """Ranks of the world."""
+        """Return the number of ranks of the world."""
         return len(self.ranks)
 
     def key(self, number: int, rank: int) -> str:
-        """Of a rank's word at a meeting."""
+        """Return the key of a rank's word at a meeting."""
         return presence.word_key(self.prefix, number, self.ranks[rank])
 
     def has(self, *keys: str) -> bool:
@@ -77,23 +78,23 @@ class Channel:
         return self.store.get(key).decode()
 
     def progress(self) -> tuple[str, int]:
-        """The name by which other ranks know its meetings, and how many there were."""
+        """Return the name of this channel on all ranks, and its number of meetings."""
         return self.prefix, self.meetings
 
     def patience(self, seconds: float, ranks: Sequence[int] = ()) -> Patience:
-        """For a wait of so many seconds for ranks of this world; ``ranks``: only these,
-        by their numbers in the default process group."""
+        """Return the limit of one wait for ranks of this world. ``ranks``: only for
+        these, by their numbers in the default process group."""
         return Patience(self.presence, seconds, ranks or self.ranks, self.prefix)
 
     def folders(self) -> list[str]:
-        """Which folder of files each rank sees."""
+        """Return for each rank the text that identifies its folder of files."""
         prefix = self.presence.prefix
         return [self.read(f"{prefix}/folder/{rank}") for rank in self.ranks]
 
 
 def current() -> Channel | None:
-    """The channel of the world that this thread is in; None where there is nobody to
-    speak with."""
+    """Return the channel of the world that this thread is in; None if it has one rank
+    or there is no process group."""
     world = worlds.current()
     if world is None:
         return None
@@ -104,13 +105,13 @@ def current() -> Channel | None:
 
 
 def all_ranks() -> Channel | None:
-    """The channel of all ranks, whichever world this thread is in."""
+    """Return the channel of all ranks, whichever world this thread is in."""
     with worlds.inside(None):
         return current()
 
 
 def meetings() -> int:
-    """How many there were in this world, the same number on all ranks."""
+    """Return how many meetings this world had, which is equal on all its ranks."""
     channel = current()
     return 0 if channel is None else channel.meetings
 
@@ -132,7 +133,7 @@ def _open(world: World) -> Channel:
 
 
 def _begin(world: World) -> Channel:
-    """The first channel that is opened, that of all ranks."""
+    """Open the channel of all ranks, and begin to answer other ranks."""
     store, rank = _torch.distributed.default_store(), world.rank
     me = Presence(world.life, store, rank, world.size, "")
     store_watch.start(me, store)
@@ -171,7 +172,8 @@ def answering(channel: Channel) -> Iterator[None]:
 
 
 def _published(store: Any, prefix: str, name: str | None) -> str | None:
-    """Tell the other ranks the name of the mailboxes, or hear it, if it is there."""
+    """Write the name of the mailboxes to the store, or given None read it, if it is
+    there."""
     key = f"{prefix}/boxes"
     if name is not None:
         store.set(key, name)
@@ -184,10 +186,10 @@ DIRECT = 8  # ranks that each read the words of all
 LARGEST = 1 << 20  # of what rank 0 read: the store takes 8 MB, JSON may write more
 
 ALONE = (
-    "take every call and every backward, with as many batches of the same shapes, on "
-    "every rank (TORCH_LOGS=recompiles says why one compiles by itself); what one rank "
-    "runs by itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): "
-    "evaluate(model)`"
+    "take every call and every backward, with as many batches of the same "
+    "shapes, on every rank (TORCH_LOGS=recompiles says why one alone compiles); "
+    "code that one rank runs alone goes inside `with fxpar.alone():`, as `with "
+    "fxpar.alone(): evaluate(model)`"
 )
 
 # Of calls of compiled graphs.
@@ -197,12 +199,12 @@ CALL = "a call"
 def meet(
     place: str, word: str, what: str = "", seconds: float | None = None
 ) -> list[str]:
-    """What every rank gave at this place, in order of ranks. ``what``: the place, for
-    those who wait, if they know more of it; ``seconds``: to wait for a rank that does
-    not work.
+    """Return the words of all ranks at this place, in order of ranks. ``what``: the
+    place in words for messages, if not ``place``; ``seconds``: how long to wait for a
+    rank that is idle.
 
     Raises RankMismatchError, on all ranks, if one has failed, is at another place, or
-    does not come.
+    is missing.
     """
     channel = current()
     if channel is None:
@@ -225,14 +227,14 @@ def meet(
 
 
 def fail(message: str) -> None:
-    """In place of the next meeting: tell the ranks that come to it that this one
-    failed."""
+    """Report in place of the next meeting that this rank failed, to all that come to
+    it."""
     channel = current()
     if channel is None:
         return
     key = _next_keys(channel)[channel.rank]
     what = f"rank {channel.presence.rank} failed:\n{message}"
-    fix = "this rank only stopped with it: look at that rank's error"
+    fix = "see the error of that rank: this one only stopped because of it"
     text = failure(what, fix)
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
         channel.store.set(key, text)
@@ -246,12 +248,12 @@ def _next_keys(channel: Channel) -> list[str]:
 
 
 def _verdict_key(channel: Channel) -> str:
-    """Of what rank 0 read, where it reads for all."""
+    """Return the key of the words that rank 0 read, where it reads for all."""
     return presence.word_key(channel.prefix, channel.meetings, presence.ALL)
 
 
 def _mismatch(fact: str, fix: str, where: str | None) -> RankMismatchError:
-    """The error, which every rank raises."""
+    """Return an error that every rank raises."""
     error = RankMismatchError(fact, fix=fix, where=where)
     error.told = True
     return error
@@ -279,8 +281,8 @@ def _words(
 
 
 def _near(channel: Channel, key: str, word: str) -> list[str] | None:
-    """Write this rank's word; those of all, if they are on this machine and come in a
-    moment."""
+    """Write this rank's word, and return the words of all ranks, if they are on this
+    machine and come in a moment; else None."""
     questions = channel.presence.questions
     if questions != channel.questions:
         # Some rank waits for long, maybe for this one, and may have given up.
@@ -295,7 +297,7 @@ def _near(channel: Channel, key: str, word: str) -> list[str] | None:
 
 
 def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
-    """The words of all ranks; of many ranks, as rank 0 read them."""
+    """Return the words of all ranks; of many ranks, as rank 0 read them."""
     store, many = channel.store, channel.size > DIRECT
     if many and channel.rank:
         agreed: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
@@ -311,7 +313,7 @@ def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
 
 
 class _Watch:
-    """Looked at beside a rank that waits: gives up for it when patience is over."""
+    """Watches one wait from another thread, and ends it when patience is over."""
 
     def __init__(
         self, channel: Channel, keys: Sequence[str], what: str, seconds: float
@@ -325,7 +327,8 @@ class _Watch:
         self.patience = channel.patience(seconds)
 
     def look(self) -> None:
-        """Called at every beat, by another thread than the one that waits."""
+        """Write a failure for ranks that are missing, and for this one, if the wait is
+        over. Called at every beat, by another thread than the one that waits."""
         if not self.patience.is_over(self._missing):
             return
         missing = self._missing()
@@ -347,8 +350,7 @@ class _Watch:
     def _late(self, missing: Sequence[int]) -> str:
         names = ", ".join(map(str, missing))
         return (
-            f"rank{'s' if len(missing) > 1 else ''} {names} did not come to "
+            f"rank{'s' if len(missing) > 1 else ''} {names} did not reach "
             f"{self.what}, where rank {self.presence.rank} waited "
-            f"{self.patience.waited()}"
-            f"{self.patience.tell(missing)}"
+            f"{self.patience.waited()}{self.patience.tell(missing)}"
         )

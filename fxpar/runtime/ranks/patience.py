@@ -20,7 +20,7 @@ _MUTUAL = "ranks wait for one another at different places"
 _MUTUAL_FIX = "take the same calls and backwards in the same order on every rank"
 ENDED = 1.0  # seconds to wait for a rank that has ended
 _LIMITS = {"timeout": 30.0, "late_timeout": 600.0}
-# Whose calls this rank is inside of, all ranks of each having come.
+# Worlds in a call of which this rank is, to which all their ranks have come.
 _IN_CALL: list[worlds.World | None] = []
 
 
@@ -32,20 +32,20 @@ def set_timeouts(timeout: float, late_timeout: float) -> None:
 
 def timeout() -> float:
     """Return the seconds to wait for an answer of the store, and inside a call
-    for a rank that does not work."""
+    for a rank that is idle."""
     return _LIMITS["timeout"]
 
 
 def patience_limit() -> float:
-    """Seconds to wait for a rank that does not work: ``timeout`` inside a call that all
-    ranks of this world have come to, else the longer ``late_timeout``."""
+    """Return the seconds to wait for a rank that is idle: ``timeout`` inside a call
+    that all ranks of this world have come to, else the longer ``late_timeout``."""
     is_in_call = worlds.current() in _IN_CALL
     return _LIMITS["timeout" if is_in_call else "late_timeout"]
 
 
 @contextlib.contextmanager
 def in_call() -> Iterator[None]:
-    """Inside, all ranks of this world have come to the same call."""
+    """Note that inside, all ranks of this world have come to the same call."""
     _IN_CALL.append(worlds.current())
     try:
         yield
@@ -54,11 +54,11 @@ def in_call() -> Iterator[None]:
 
 
 class Patience:
-    """How long one wait for other ranks lasts: while any of them works, and ``seconds``
-    after that. It ends at once if a rank that is waited for has ended, or waits for
-    this rank at another place. Seconds in which this process was stopped do not count.
-    A rank that is held up by others than ``ranks``, in another world, counts as one
-    that works while any rank does, and is waited for as long as a late one.
+    """Limits one wait for other ranks: it lasts while any of them works, and
+    ``seconds`` after that. It ends at once if a rank that is waited for has ended, or
+    waits for this rank at another place. Seconds in which this process was stopped do
+    not count. A rank that waits for ranks of another world counts as one that works
+    while any rank works, and is waited for up to ``late_timeout``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Patience:
         self.hang = 0.0  # seconds since all that are waited for hang in collectives
         self.seen: dict[int, Answer] = {}
         self.why = ""  # it ended before its time
-        self.is_said = False  # on stderr, who is waited for
+        self.is_said = False  # stderr has the ranks that are waited for
 
     def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
         """Return whether to stop waiting. ``missing``: the ranks that have not come."""

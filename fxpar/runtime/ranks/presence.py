@@ -1,12 +1,12 @@
-"""Every rank says where it is to ranks that wait for it; and ``fxpar.alone``.
+"""This module reports where a rank is to ranks that wait for it; and ``fxpar.alone``.
 
-In: what the program does (``works``, ``waits``), the line it is at, seconds of CPU.
-Out: through the store of the process group, to ranks that ask, whether this rank works
-(it compiles, or computes), waits for others, is idle, or has ended, and by which
-exception. So a rank that waits can distinguish another that is slow from one that will
-not come, and from one that waits for it at another place. A thread answers, one small
-message a beat while nobody asks; ``store_watch`` ends a rank whose store does not
-answer. Inside ``fxpar.alone`` a rank runs without the others. Never: a collective.
+In: what the program does (``works``, ``waits``), its current line, its seconds of CPU.
+Out: an ``Answer`` in the store of the process group, for ranks that ask: this rank
+works (it compiles, or computes), waits for others, is idle, or has ended, and by which
+exception. So a rank that waits can distinguish one that is slow from one that will not
+come, and from one that waits for it at another place. A thread answers, and sends one
+small message per beat while nobody asks; ``store_watch`` ends a rank whose store does
+not answer. Inside ``fxpar.alone`` a rank runs without the others. Never: a collective.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fxpar.runtime.stage_times import WAIT, stage
 
 log = logging.getLogger("fxpar")
 
-BEAT = 0.5  # seconds between two looks of a rank at who asks
-SILENT = 10.0  # seconds after which an answer is no news any more
-GONE = "has ended without a word: its process is gone"
+BEAT = 0.5  # seconds after which a rank looks again whether others ask
+SILENT = 10.0  # seconds after which a rank that has not answered is silent
+GONE = "has ended without an error: its process is gone"
 ANSWER = 4.0  # seconds in which a rank answers a question, however busy it is
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
 
@@ -48,9 +48,9 @@ STORE_FIX = (
     "output"
 )
 
-# Begins a word that says why a rank does not come to a meeting.
+# Prefix of a word that says why a rank does not come to a meeting.
 FAILED = "!"
-# In place of a rank, of what rank 0 read where it reads the words of all.
+# In place of a rank in the key of all words, where rank 0 reads for all.
 ALL = "all"
 
 # What the program of this process does, innermost last.
@@ -59,47 +59,48 @@ _DOING: list[Answer] = []
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself, or what is known of one that says nothing."""
+    """Is the state of a rank, as it reports it or as others find it."""
 
     # "works", "waits", "collective" (hangs in one), "in a graph", "idle", "ended",
     # "absent" (said nothing yet) or "silent" (has not answered for long).
     state: str
     # What it does, in words.
     text: str
-    # The world whose ranks it waits for, if it does, by the name that its channel has.
+    # Name of the channel of the ranks it waits for, if it does.
     waits_for: str = ""
-    # The number of the meeting that they do not come to.
+    # Number of the meeting it waits at.
     number: int = 0
     # The last call that it came to, in words.
     last_call: str = ""
 
 
 def word_key(channel: str, number: int, rank: int | str) -> str:
-    """Of what a rank has to say at a meeting, by its number in the default process
-    group, in the store."""
+    """Return the key in the store of a rank's word at a meeting. ``rank``: its number
+    in the default process group."""
     return f"{channel}/{number}/{rank}"
 
 
 def failure(what: str, fix: str, where: str | None = None) -> str:
-    """What a rank says at a meeting that it does not come to."""
+    """Return the word of a rank that does not come to a meeting."""
     return FAILED + json.dumps([what, fix, where])
 
 
 def waiting() -> str:
-    """What the program of this rank waits for, in words; "" if it does not wait."""
+    """Return what this rank waits for, in words; "" if it does not wait."""
     return "".join(x.text for x in _DOING[-1:] if x.state == "waits")
 
 
 @contextlib.contextmanager
 def works(text: str) -> Iterator[None]:
-    """Inside, this rank works, though it may seem idle: others wait for it."""
+    """Report inside that this rank works, though it may seem idle."""
     with _doing(Answer("works", text)):
         yield
 
 
 @contextlib.contextmanager
 def waits(text: str, waits_for: str = "", number: int = 0) -> Iterator[None]:
-    """Inside, this rank waits for others, to come to a meeting of a number."""
+    """Report inside that this rank waits for others. ``waits_for``: the name of their
+    channel; ``number``: that of the meeting."""
     with (
         _doing(Answer("waits", text, waits_for, number)),
         stage(WAIT, nested=True),
@@ -118,9 +119,9 @@ def _doing(answer: Answer) -> Iterator[None]:
 
 @dataclass
 class Presence:
-    """This rank among the others in one life of the default process group."""
+    """Reports this rank to others while one default process group lives."""
 
-    # It answers while this is the default one.
+    # The default process group; another one ends the answers.
     group: weakref.ref[Any]
     # Through a connection of its own, for the thread.
     store: Any
@@ -128,10 +129,10 @@ class Presence:
     rank: int
     # Ranks of the group.
     size: int
-    # That its keys begin with, as those of the Channel.
+    # Of its keys, as those of the Channel.
     prefix: str
     questions: int = 0  # questions so far, of any rank
-    # Keys that every rank has read, to be deleted; called at every beat.
+    # Keys that every rank has read, to be deleted at the next beat.
     read: list[str] = field(default_factory=list)
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
@@ -147,20 +148,20 @@ class Presence:
     store_facts: list[str] = field(default_factory=list)
     # Of the last answer of this rank.
     _answer_number: int = 0
-    # At the last beat: seconds that the program computed, those of its main thread and
-    # of threads of torch, and of ``time.monotonic``.
+    # At the last beat: seconds of CPU of the program, of its main thread and of threads
+    # of torch, and the time (``time.monotonic``).
     _cpu: tuple[float, float | None, float | None, float] = (0.0, None, None, 0.0)
     # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
     # Set to end the thread.
     _stop: threading.Event = field(default_factory=threading.Event)
-    # It answers; None before ``start``.
+    # The thread that answers; None before ``start``.
     _thread: threading.Thread | None = None
-    # A fork does not answer for this process.
+    # Id of this process: a fork of it does not answer.
     _process: int = field(default_factory=os.getpid)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Start the thread that answers."""
         own_process.note_exits()
         self.store.set(f"{self.prefix}/process/{self.rank}", own_process.identity())
         self._publish(self._where())
@@ -173,7 +174,7 @@ class Presence:
         multiprocessing.util.Finalize(None, self._leave, exitpriority=100)
 
     def lost_store(self, error: BaseException) -> RankMismatchError:
-        """What to raise where the store does not answer."""
+        """Return the error to raise where the store does not answer."""
         facts = self.store_facts or [
             f"the store of the process group does not answer: {error}"
         ]
@@ -185,11 +186,12 @@ class Presence:
         return mismatch
 
     def counts(self) -> dict[str, int]:
-        """How many meetings this rank came to, by the names of its channels."""
+        """Return how many meetings this rank came to, by the names of its channels."""
         return dict(count() for count in self.progress)
 
     def refuse(self, rank: int, answer: Answer, why: str, fix: str) -> None:
-        """Fail the meeting that a rank waits for this one at."""
+        """Fail the meeting at which a rank waits for this one. ``answer``: of that
+        rank."""
         what = f"rank {rank} {answer.text}, rank {self.rank} {waiting()}: {why}"
         for name in (f"{self.rank}", ALL):
             key = word_key(answer.waits_for, answer.number, name)
@@ -197,18 +199,18 @@ class Presence:
         self.questions = -1  # this rank does not overwrite it when it comes
 
     def ask(self) -> None:
-        """Let every rank say where it is, at its next beat."""
+        """Ask every rank to report where it is, at its next beat."""
         self.store.add(f"{self.prefix}/asked", 1)
 
     def others(self, ranks: Iterable[int] | None = None) -> dict[int, Answer]:
-        """What other ranks last said of themselves; None: all of them."""
+        """Return the last answers of other ranks; None: of all of them."""
         states = {}
         for rank in range(self.size) if ranks is None else ranks:
             key = f"{self.prefix}/where/{rank}"
             if rank == self.rank:
                 continue
             if not self.store.check([key]):
-                text = "has come to nothing of fxpar yet"
+                text = "has not run anything of fxpar yet"
                 states[rank] = Answer("absent", text)
                 continue
             beat, fields = json.loads(self.store.get(key).decode())
@@ -228,8 +230,8 @@ class Presence:
         return states
 
     def answers(self, unless: Callable[[], bool] = lambda: False) -> dict[int, Answer]:
-        """As ``others``, asked now: "silent" are those who do not answer in time. Not
-        waited for any more once ``unless`` says so."""
+        """Ask all other ranks now, and return their answers: "silent" for a rank that
+        does not answer within ``ANSWER`` seconds. ``unless``: ends the wait early."""
         states, begin = self.others(), time.monotonic()
         late, before = list(states), dict(self._news)
         self.ask()
@@ -247,8 +249,8 @@ class Presence:
         return states | dict.fromkeys(late, Answer("silent", text))
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank is known to have ended: it was one of this
-        machine."""
+        """Return whether the process of a rank is known to have ended, which only
+        ranks of one machine can tell of each other."""
         key = f"{self.prefix}/process/{rank}"
         return own_process.is_gone(self.store.get(key).decode())
 
@@ -261,7 +263,7 @@ class Presence:
             raise
 
     def _answers(self) -> bool:
-        """Do one beat; False if there is none after it."""
+        """Do one beat, and return whether there is another."""
         group = self.group()
         if group is None or group is not _torch.distributed.default_group():
             with contextlib.suppress(RuntimeError):  # the store may have ended
@@ -275,7 +277,7 @@ class Presence:
         except dist.DistStoreError:
             pass  # not in time, of a store that has much to do: at the next beat
         except dist.DistError as error:
-            log.info("rank %d tells no other where it is: %s", self.rank, error)
+            log.info("rank %d cannot report where it is: %s", self.rank, error)
             # The program meets the same error where it needs the store.
             _torch.distributed.cut_store(self.store)
             self.over.set()
@@ -283,7 +285,7 @@ class Presence:
         return True
 
     def _beat(self) -> None:
-        """Answer who asks, and do what waits for a beat."""
+        """Answer ranks that ask, look at a wait of this rank, and delete read keys."""
         questions, torch_took = self.store.add(f"{self.prefix}/asked", 0), None
         if questions != self.questions:
             self._publish(self._where())
@@ -306,7 +308,7 @@ class Presence:
         self.store.set(f"{self.prefix}/where/{self.rank}", text)
 
     def _where(self) -> Answer:
-        """What this rank does now."""
+        """Return the answer of this rank now."""
         for doing in _DOING[-1:]:
             return doing
         line, waits, in_graph = _user_line(sys._current_frames())
@@ -328,7 +330,7 @@ class Presence:
         return Answer("idle", f"is idle at {line}")
 
     def _leave(self) -> None:
-        """Say at the end of the process that it has ended, and by which exception."""
+        """Report as the process ends that it has ended, and by which exception."""
         if self._stop.is_set() or os.getpid() != self._process:
             return
         self._stop.set()
@@ -353,13 +355,13 @@ _PYTHON = str(Path(contextlib.__file__).parent)
 
 
 def user_line() -> str:
-    """The line of the user's code that the main thread is at."""
+    """Return the line of the user's code that the main thread is at."""
     return _user_line(sys._current_frames())[0]
 
 
 def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
-    """As ``user_line``, whether it waits there for other ranks, and whether it runs a
-    compiled graph."""
+    """Return the ``user_line``, whether the main thread waits there for other ranks,
+    and whether it runs a compiled graph."""
     ident = threading.main_thread().ident
     frame = frames.get(ident) if ident is not None else None
     distributed, in_graph, last = False, False, "no code"
@@ -378,7 +380,7 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
 
 
 def hangs_in_collective() -> bool:
-    """Whether the main thread is inside a collective or a message of torch."""
+    """Return whether the main thread is inside a collective or a message of torch."""
     ident = threading.main_thread().ident or 0
     frame = sys._current_frames().get(ident)
     if frame is None:
@@ -394,18 +396,18 @@ _DEPTH = [0]
 
 
 def is_alone() -> bool:
-    """Whether this rank runs by itself, inside ``fxpar.alone``."""
+    """Return whether this rank runs alone, inside ``fxpar.alone``."""
     return _DEPTH[0] > 0
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this rank runs by itself: ``with fxpar.alone(): evaluate(model)``.
+    """Run what is inside on this rank alone: ``with fxpar.alone(): evaluate(model)``.
 
     Compiled functions and models run as they would without ``torch.compile``, so that
-    nothing waits for other ranks, and those who wait for this one meanwhile know that
-    it works. Gradients made inside are this rank's own. Raises ShardError where the
-    parameters of a model lie in parts (``fxpar.shard``), PlanError in
+    nothing waits for other ranks, and ranks that wait for this one meanwhile know that
+    it works. Gradients computed inside are this rank's own. Raises ShardError if the
+    parameters of a model are sharded (``fxpar.shard``), PlanError in
     ``fxpar.train_step``: these take all ranks.
     """
     if torch.compiler.is_compiling():

@@ -22,8 +22,9 @@ from fxpar.runtime.ranks.check_inputs import checksum
 from fxpar.sharding.program import user_line
 
 _FIX = (
-    "a number of Python is one for all ranks, with FXPAR_INPUTS=local too: all_reduce "
-    "a count, seed alike what draws it; what differs by sample goes in a tensor"
+    "a Python number must be equal on all ranks, with FXPAR_INPUTS=local too: "
+    "all_reduce a count, draw it from one seed; what differs by sample goes in a "
+    "tensor"
 )
 
 # Constants of up to so many numbers are written out.

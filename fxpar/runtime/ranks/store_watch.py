@@ -29,7 +29,7 @@ GRACE = 5.0
 
 
 def start(me: Presence, store: Any) -> None:
-    """Watch whether ``store`` answers, until it is not needed any more."""
+    """Watch in a thread whether ``store`` answers, until it is not needed any more."""
     threading.Thread(
         target=_watch, args=(me, store), name="fxpar-store-watch", daemon=True
     ).start()

@@ -38,9 +38,9 @@ class World:
     find_group: Callable[[], Any]
     # Which part of the batch its ranks are fed.
     place: int = 0
-    # Of so many.
+    # Number of parts of the batch.
     places: int = 1
-    # Through which its ranks send messages, once there are any (``meeting``).
+    # The ``meeting.Channel`` of its ranks, once there is one.
     channel: Any = None
     # Numbers of compiled graphs.
     graphs: Iterator[int] = field(default_factory=itertools.count)

@@ -56,7 +56,7 @@ def _open_decision(state: JointState) -> Decision:
     if not state.open:
         return state.decided
     if not state.decided.is_even:
-        raise PlanError("shards that are not alike have sizes that are known")
+        raise PlanError("unequal shards need sizes that are known")
     if (state.request.microbatches or 1) > 1:
         raise PlanError("parts of a batch have sizes that are known")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
@@ -99,7 +99,10 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
             text, state.near = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
         if state.open and state.schedule.lines:
-            what = f"a schedule's verbs are for sizes that are known: {text}"
+            what = (
+                "a schedule's verbs need fixed sizes, and the graph has dynamic "
+                f"ones: {text}"
+            )
             raise ScheduleError(what)
         if state.schedule and not state.open:
             after = apply(state.schedule, graph, mesh)
@@ -110,7 +113,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 
 _SETTINGS_ALONE = (
-    "schedule: chosen of buckets and prefetching alone, since sizes are left open"
+    "schedule: only buckets and prefetching are chosen, since sizes are dynamic"
 )
 
 

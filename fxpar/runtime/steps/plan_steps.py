@@ -98,7 +98,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
                 state.recalled if schedule_chosen and not request.tune else None
             )
             note = state.recalled.notes[-1]
-            log.info("a plan found before, nothing is searched: %s", note)
+            log.info("a stored plan is used, nothing is searched: %s", note)
     if whole is not None:
         state.request_before = state.request
         _follow(state, whole)
@@ -225,7 +225,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
         except PlanError as error:
             if not state.key:
                 raise
-            log.info("the plan found before does not fit, it is made anew: %s", error)
+            log.info("the stored plan does not fit, so it is searched again: %s", error)
             _forget_recalled(state)
     request = state.request
     if state.recalled is None and (request.meshes or state.decision is None):

@@ -106,8 +106,8 @@ def _fastest(seconds: Mapping[int, float]) -> int:
 
 
 NOTHING = (
-    "tune: nothing is measured, since there is one schedule alone: a given or saved "
-    "one, or no other comes near, or the hardware to choose by is unknown"
+    "tune: nothing is measured, since there is only one schedule: it is given or "
+    "saved, or no other is predicted to be as fast, or the hardware is unknown"
 )
 
 

@@ -241,7 +241,7 @@ def refuse_changes(
     for p in double.state:
         if id(p) not in traced_ids:
             name = repr(p) if isinstance(p, str) else "of another tensor"
-            raise unseen(optimizer, f"keeps state of no parameter, {name}")
+            raise unseen(optimizer, f"keeps state that belongs to no parameter, {name}")
     before, after = dict(slots(optimizer)), slots_of(double, stand_ins)
     for slot, x in before.items():
         traced = slot.place == "group" or slot.index in stand_ins

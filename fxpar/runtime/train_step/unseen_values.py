@@ -55,7 +55,9 @@ def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:
     ids = set(map(id, parameters_of(optimizer)))
     for p, state in optimizer.state.items():
         if id(p) not in ids or not isinstance(state, dict):
-            raise unseen(optimizer, f"keeps state of no parameter, {_name(p)}")
+            raise unseen(
+                optimizer, f"keeps state that belongs to no parameter, {_name(p)}"
+            )
         for key, value in state.items():
             refuse_inside(optimizer, key, value)
 

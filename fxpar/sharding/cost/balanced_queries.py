@@ -25,7 +25,7 @@ def obstacle(queries: int, keys: int, ranks: int) -> str | None:
     if keys != queries * ranks or ranks < 2:
         return "does not read all keys, in order, and a part of the queries"
     if queries % 2:
-        return f"has {queries} queries, which have no halves"
+        return f"has {queries} queries, which cannot be halved"
     return None
 
 

@@ -150,7 +150,7 @@ def detect() -> Hardware:
             break
     raise DeviceError(
         f"the figures of {device!r} are not known",
-        fix=f"set FXPAR_HARDWARE to hardware alike, or {CALIBRATE}",
+        fix=f"set FXPAR_HARDWARE to similar hardware, or {CALIBRATE}",
     )
 
 

@@ -448,7 +448,7 @@ def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) ->
     if not isinstance(start, fx.Node):
         return build.own_start(rows, axes, start)
     if start.target is not rank_ints.offset or rows % build.mesh.count(axes):
-        raise PlanError(f"{call.node.name} is cut into shards that are not alike")
+        raise PlanError(f"{call.node.name} is cut into unequal shards")
     _, before, stride, base = value_of(start.args)
     if stride != rows:
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")

@@ -367,7 +367,7 @@ def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
     """Return the rows of a dim of the first operand that a slice names."""
     rows = call.shapes[0][dim]
     if not all(n is None or isinstance(n, int) for n in (rows, *cut)):
-        raise Inexpressible("rows are cut out of a dim whose size is left open")
+        raise Inexpressible("rows are cut out of a dim whose size is dynamic")
     return range(rows)[slice(*cut)]
 
 

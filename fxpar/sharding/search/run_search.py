@@ -43,8 +43,9 @@ _CLOSE = 1e-4
 _NODE, _ENTRY = 1.1e-4, 1e-6
 # The note of a plan if wall-clock time ended its search.
 STOPPED = (
-    "search: ended by wall-clock time, long before its seconds of work, so another run "
-    "may choose another plan: give search_seconds less, or the machine less to do"
+    "search: ended by wall-clock time, long before search_seconds of CPU time, "
+    "so another run may choose another plan: lower search_seconds, or run less "
+    "else on the machine"
 )
 # Gap at which the first rough solve ends.
 _ROUGH = 0.01
@@ -309,7 +310,7 @@ def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     if error.limit is None or error.choice is None:
         return PlanError(
             f"no plan keeps all hints: {error.what}",
-            fix="leave some of their dims open with '?', or give search_seconds more",
+            fix="leave some of their dims open with '?', or increase search_seconds",
         )
     problem, choice = formulation.problem, error.choice
     _, time_of_peak = peak(problem, choice)

@@ -46,7 +46,7 @@ def nothing_fits(
     any plan on ``ranks`` ranks needs them, not only the smallest that was found."""
     need = sum(nbytes for _, nbytes in held)
     room, peak = sizes_as_text(limit, need)
-    how = f"on {ranks} ranks any needs {peak} at least"
+    how = f"on {ranks} ranks every plan needs at least {peak}"
     if not least:
         how = f"the smallest found needs {peak}"
     what = f"no plan fits in {room} a rank: {how}, of which"

@@ -70,7 +70,7 @@ class Ratios:
 
     def __str__(self) -> str:
         if not self.shares:
-            return f"all ranks of {self.mesh} are alike: equal shards are best"
+            return f"all ranks of {self.mesh} are equally fast: equal shards are best"
         lines = [f"shards by speed for {self.mesh} on {self.hardware}:"]
         lines += [
             f"  {axis}: {_shares_text(shares, self.mesh.speeds_of(axis))}"
@@ -120,9 +120,10 @@ def notes(mesh: Mesh) -> list[str]:
     )
     if equal:
         out.append(
-            f"ranks along {', '.join(equal)} are unlike, but their shards are equal: "
-            f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
-            "long as with shards by speed (plan.ratios() says which)"
+            f"ranks along {', '.join(equal)} differ in speed, but their shards "
+            "are equal: all wait for the slowest, and computing takes up to "
+            f"{ratio:.3g} times as long as with shards by speed (see "
+            "plan.ratios())"
         )
     return out
 

@@ -90,7 +90,7 @@ def test_a_lost_rank_is_not_waited_for_for_ever() -> None:
     heard = [x for run in check(["scatter small"], 3, "lost") for x in run.said]
     assert len(heard) == 4
     for text in heard:
-        assert text.startswith("rank 2 of the group was not heard from inside the sca")
+        assert text.startswith("rank 2 of the group sent no signal inside the sca")
 
 
 @pytest.mark.interpreted

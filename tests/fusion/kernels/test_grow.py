@@ -155,7 +155,7 @@ def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
     assert fused(done, "triton")[1].programs
     graph, found = fused(beside, "triton")
     assert not found.programs
-    assert "reduce_scatter_tensor runs beside it" in str(found.near)
+    assert "reduce_scatter_tensor runs at the same time" in str(found.near)
     assert fused(beside, "interpret")[1].programs
     # Asked for, its collective runs between kernels.
     (start,) = [n for n in graph.nodes if op_name(n).endswith("all_reduce.default")]
@@ -185,7 +185,7 @@ def test_what_runs_beside_work_is_left() -> None:
 
     graph, found = fused(beside)
     assert "all_reduce" in ops(graph) and not found.programs
-    assert "it runs beside mm_1" in found.near[0]
+    assert "it runs at the same time as mm_1" in found.near[0]
 
 
 def test_it_waits_for_no_later_product() -> None:

@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     for run in others:
         assert len(run.raised) == 2
         for text in run.raised:
-            assert "rank 2 of the group was not heard from inside fxpar::region" in text
+            assert "rank 2 of the group sent no signal inside fxpar::region" in text
             assert "fix: see why that rank failed" in text
 
 
@@ -222,7 +222,7 @@ def test_what_has_no_template() -> None:
     why = refused(lambda x, row: x * reduce(row), 2, x, row)
     assert "has neither all elements" in why
     why = refused(lambda x: reduce(x.softmax(-1)).view(16, 8).softmax(-1), 2, x)
-    assert "rows before and behind it differ" in why
+    assert "rows before and after it differ" in why
     why = refused(lambda x: (gather(x, 2) * 2).sum(0), 2, torch.empty(64, 16))
     assert "summed over the parts of all ranks" in why
     why = refused(lambda x: gather(x * 2, 2) + 1, 2, row)

@@ -142,7 +142,7 @@ def test_parts_with_fewer_rows_than_ranks(
     what others do."""
     x = rows(8)
     plan = searched(machine(), tmp_path, monkeypatch, 4, "dp=4", x, layers(2))
-    note = "2 rows on a rank are cut in 2 parts, which 4 do not divide"
+    note = "2 rows on a rank do not divide into 4 parts, and are cut into 2"
     assert any(note in text for text in plan.notes)
     assert search_of(plan).formulation.parts.count == 2
     got, want = plan.simulate(x), plan.reference(x)

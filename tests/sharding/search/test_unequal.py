@@ -297,7 +297,7 @@ def test_alike_ranks_have_equal_shards(slow: Hardware) -> None:
     found = plan.ratios()
     assert found.shares == () and found.cuts == ()
     assert found.even == found.uneven
-    assert "alike" in str(found)
+    assert "equally fast" in str(found)
 
 
 def test_equal_shards_run_and_the_plan_says_so(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_equal_shards_run_and_the_plan_says_so(tmp_path: Path) -> None:
     assert any("dp" in spec.axes for spec in plan.inputs)
     torch.testing.assert_close(plan.simulate(*args), fn(*args))
     (said,) = plan.notes
-    assert "along dp are unlike" in said and "up to 1.5 times" in said
+    assert "along dp differ in speed" in said and "up to 1.5 times" in said
     with pytest.warns(FxparWarning, match="all wait for the slowest"):
         report(plan, Options(), 0, 4, "graph0", None, set())
     plan.save(tmp_path / "plan.json")

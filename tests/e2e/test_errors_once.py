@@ -1,0 +1,115 @@
+"""What a user reads under torchrun where ranks fail: each error once, with the user's
+frames and the message last."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fxpar import errors
+from tests.helpers.processes import ROOT, environment
+
+SCRIPT = """
+import os, sys, torch
+import torch.distributed as dist
+import fxpar
+
+rank, case = int(os.environ["RANK"]), sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+options = {"codegen": "eager"}
+if case == "hint":
+    options["hints"] = {"no.such.weight": ["dp"]}
+if case == "option":
+    options["plam"] = "search"
+step = torch.compile(model, backend="fxpar", options=options)
+
+def train():
+    x = torch.randn(8, 16)
+    if case == "rank 1" and rank == 1:
+        raise fxpar.FxparError("a fact of rank 1", fix="look there")
+    if case == "quoted" and rank == 0:
+        raise ValueError("a fact of rank 0")
+    step(x)  # the user's line
+
+train()
+"""
+
+
+def launch(case: str, tmp_path: Path, **variables: str) -> tuple[str, str]:
+    """What ranks print, and what torchrun ends with."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(script), case],
+        env=environment({"FXPAR_MESH": "dp=2"}, variables),
+        cwd=ROOT,
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    # torchrun's own lines begin with a letter of their level and the date.
+    ranks, _, footer = ended.stderr.partition("FAILED\n")
+    return ranks, footer.partition("Root Cause")[2]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("case", "fact", "fix"),
+    [
+        ("hint", "HintError: hint 'no.such.weight' matches no parameter", "names are"),
+        ("option", "OptionError: unknown option 'plam'", "did you mean 'plan'?"),
+    ],
+)
+def test_an_error_of_all_ranks_is_printed_once(
+    case: str, fact: str, fix: str, tmp_path: Path
+) -> None:
+    ranks, footer = launch(case, tmp_path)
+    lines = [line.removeprefix("[rank0]: ") for line in ranks.splitlines()]
+    assert ranks.count(fact) == 1
+    begin = lines.index("Traceback (most recent call last):")
+    end = next(i for i, line in enumerate(lines) if fact in line)
+    files = [line for line in lines[begin:end] if line.startswith("  File ")]
+    assert all("script.py" in line for line in files) and len(files) == 2
+    assert "step(x)  # the user's line" in "".join(lines[begin:end])
+    assert fix in lines[end + 1]
+    assert ranks.count("rank 1 ends with the error that rank 0 prints") == 1
+    # What torchrun says last is the message.
+    assert fact in footer and fix in footer
+
+
+@pytest.mark.multiprocess
+def test_a_rank_prints_an_error_of_its_own_in_full(tmp_path: Path) -> None:
+    ranks, footer = launch("rank 1", tmp_path)
+    assert "FxparError: a fact of rank 1\n" in ranks and "fix: look there" in ranks
+    assert "rank 1 ends with" not in ranks
+    assert "a fact of rank 1" in footer
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_debugging_shows_all_frames(tmp_path: Path) -> None:
+    ranks, _ = launch("hint", tmp_path, FXPAR_DEBUG="1")
+    assert "eval_frame.py" in ranks
+    assert ranks.count("rank 1 ends with the error that rank 0 prints") == 1
+
+
+def test_a_warning_without_a_line_of_the_user_shows_none_of_ours() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # A thread that runs nothing but functions of libraries.
+        thread = threading.Thread(target=errors.warn, args=("a fact",))
+        thread.start()
+        thread.join()
+    (warning,) = caught
+    text = warnings.formatwarning(
+        warning.message, warning.category, warning.filename, warning.lineno
+    )
+    assert text == "fxpar:0: FxparWarning: a fact\n"
