@@ -260,14 +260,14 @@ def _may_start_later(node: fx.Node) -> bool:
 
 
 # Ops that add to a sum over microbatches.
-_SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
+SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
 
 
 def may_come_later(node: fx.Node) -> bool:
     """Return whether a node starts such a reduction, waits for one that only further
     ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
     """
-    if str(node.target) in _SUMS:
+    if str(node.target) in SUMS:
         return True
     if node.target is not WAIT:
         return _may_start_later(node)
