@@ -17,18 +17,16 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 PICTURE = ROOT / "docs" / "architecture.svg"
-FEATURES = {
-    *("passes/attention", "passes/experts", "passes/regions", "passes/stages"),
-    *("runtime/at_rest", "runtime/train_step", "runtime/calibrate", "fusion/kernels"),
-}
+# Coloured as rooms of features are, though the core enters them.
+OPTIONAL = {"runtime/calibrate", "fusion/kernels"}
 WIDTH, ROW, GAP, EDGE = 860, 34, 6, 12
 _INK = {False: ("#e8eef7", "#3a5a8c"), True: ("#fdf0dc", "#a06a10")}
 
 
 def floors() -> list[list[str]]:
     """Rooms of each floor, the entries first; a folder has its own folders as rooms."""
-    sys.path.insert(0, str(ROOT))
     from tests.test_imports import LEVELS
 
     placed = {part for parts in LEVELS for part in parts}
@@ -45,6 +43,8 @@ def _rooms(parts: Iterable[str], placed: Collection[str]) -> Iterator[str]:
 
 def picture() -> str:
     """Draw the floors."""
+    from tests.test_imports import ROOMS
+
     boxes, y = [], EDGE
     for rooms in floors():
         x = EDGE
@@ -52,7 +52,7 @@ def picture() -> str:
             width = 16 + 7 * len(room)
             if x + width > WIDTH - EDGE:
                 x, y = EDGE, y + ROW
-            fill, line = _INK[room in FEATURES]
+            fill, line = _INK[room in ROOMS | OPTIONAL]
             boxes.append(
                 f'<rect x="{x}" y="{y}" width="{width}" height="{ROW - GAP}" rx="4" '
                 f'fill="{fill}" stroke="{line}"/><text x="{x + 8}" y="{y + 18}">'

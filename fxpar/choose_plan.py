@@ -21,9 +21,9 @@ from torch import fx
 
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError
+from fxpar.features.experts import expert_axes
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
-from fxpar.passes.experts import expert_axes
 from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes

@@ -32,11 +32,11 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
+from fxpar.features import register_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.graph_bodies import hold
 from fxpar.passes import writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
-from fxpar.passes.experts.across_places import manual_expert_axes
 from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.repeated_segments import repeated_segments
@@ -150,8 +150,8 @@ def _with_room(
 ) -> WithRoom | None:
     """Return a function that compiles the graph again for a room, the number of rows
     that ranks may send to experts; None if it sends none, or the room is agreed on."""
-    experts = manual_expert_axes(job.ranks.manual)
-    if not experts or job.sent_room is not None:
+    manual = job.ranks.manual
+    if manual is None or not manual.expert_axes or job.sent_room is not None:
         return None
     if job.options.expert_exchange == "gather":
         return None
@@ -254,6 +254,7 @@ class Compilation:
                 self.entry = self._await_leader(self.entry)
         if self.entry is not None:
             _refuse_as_known(self.entry)
+            register_ops()
         showing = job.options.progress and job.ranks.whole.rank == 0
         led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
         compiled = None

@@ -14,7 +14,7 @@ the program; a step that differs between ranks, except in ``RANK``; an algorithm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +23,12 @@ from torch import fx
 
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
+from fxpar.features import FEATURES
+from fxpar.features.feature import has, names_of_ops, with_features
 from fxpar.graph import size_nodes
-from fxpar.passes.attention.normalize_masks import causal_masks
 from fxpar.passes.decompose import decompose
-from fxpar.passes.experts.exact_exchange import exact_exchanges
-from fxpar.passes.experts.first_rows import compute_first_rows, mark_first_rows
-from fxpar.passes.experts.keep_sorted import keep_sorted
-from fxpar.passes.experts.local_experts import sort_by_expert
-from fxpar.passes.experts.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize import normalize_ops as normalize
-from fxpar.passes.normalize.backward_scans import find_backward_scans
-from fxpar.passes.normalize.body_seeds import refuse_draws
-from fxpar.passes.normalize.joint_cuts import join_cuts
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
-from fxpar.passes.normalize.normalize_shifts import find_shifts
-from fxpar.passes.normalize.repeated_rows import part_repeats
 from fxpar.passes.order.copy_together import copy_together
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.hand_over import hand_over
@@ -47,11 +38,10 @@ from fxpar.passes.order.order_collectives import (
     Pass,
     Run,
     Settings,
+    When,
     of_build,
 )
-from fxpar.passes.order.rejoin_rows import rejoin_rows
 from fxpar.passes.order.sink_waits import sink_waits
-from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import stage_times
 from fxpar.runtime.default_device import on_cpu_by_default
@@ -61,7 +51,6 @@ from fxpar.runtime.steps import (
     lowering_steps,
     normalize_steps,
     plan_steps,
-    stage_steps,
     tune_schedule,
 )
 from fxpar.runtime.steps.compare_places import compare_places
@@ -74,8 +63,12 @@ from fxpar.runtime.steps.pipeline_state import (
 from fxpar.sharding.plan_request import Request
 
 
-def _always(name: str, run: Run, stage: str = "") -> Pass:
-    return Pass(name, run, optional=False, stage=stage)
+def _always(name: str, run: Run, stage: str = "", when: When | None = None) -> Pass:
+    return Pass(name, run, optional=False, stage=stage, when=when)
+
+
+def _is_for_inductor(_: Collection[str], state: PipelineState) -> bool:
+    return state.inductor
 
 
 def _place(name: str) -> int:
@@ -84,62 +77,60 @@ def _place(name: str) -> int:
 
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
-JOINT = (
-    _always("show_bodies", normalize_steps.show_bodies),
-    Pass("share_by_speed", normalize_steps.share_by_speed),
-    _always("absorb_regions", normalize_steps.absorb_regions),
-    _always("refuse_body_draws", lambda graph, _: refuse_draws(graph)),
-    _always("count_loop_steps", lambda graph, s: count_steps(graph, s.fake_mode)),
-    Pass("random_by_index", of_build(normalize.random_by_index)),
-    Pass("causal_masks", of_build(causal_masks)),
-    Pass("find_shifts", of_build(find_shifts)),
-    Pass("find_backward_scans", of_build(find_backward_scans)),
-    Pass("part_repeats", of_build(part_repeats)),
-    Pass("interleave_rows", normalize_steps.interleave_rows),
-    Pass("take_rows_in_turn", normalize_steps.take_rows_in_turn),
-    Pass("join_cuts", of_build(join_cuts)),
-    Pass("experts_in_place", normalize_steps.place_experts),
-    Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
-    Pass("keep_batch_apart", normalize_steps.split_batch),
-    Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
-    Pass("split_fused_experts", of_build(split_fused_experts)),
-    Pass("stack_by_dim", of_build(normalize.stack_by_dim)),
-    Pass("sum_one_hot", of_build(normalize.sum_one_hot)),
-    Pass("clone_constants", of_build(normalize.clone_constants)),
-    _always("drop_dead", normalize_steps.drop_dead, "normalized"),
-    _always("look_up_plan", plan_steps.look_up_plan),
-    Pass("join_pool_gradients", plan_steps.join_pool_gradients),
-    Pass("expand_moments", plan_steps.expand_moments),
-    _always("plan", plan_steps.make_plan, "planned"),
-    _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
-    _always("localize", lowering_steps.localize),
-    Pass("share_exchanges", lowering_steps.share_exchanges),
-    _always("find_stages", stage_steps.find_stages),
-    _always("cut_batch", lowering_steps.cut_batch),
-    _always("sort_by_expert", of_build(sort_by_expert)),
-    Pass("keep_sorted", of_build(keep_sorted)),
-    Pass("exact_exchanges", of_build(exact_exchanges)),
-    Pass("mark_first_rows", lambda graph, _: mark_first_rows(graph)),
-    Pass("pair_reductions", lowering_steps.pair_reductions),
-    _always("order_stages", stage_steps.order_stages),
-    Pass("schedule", lowering_steps.apply_schedule, stage="rewritten"),
-    _always("lower", lowering_steps.lower),
-    Pass("sink_waits", lambda graph, _: sink_waits(graph)),
-    _always("reshard_after_forward", lowering_steps.regather, "local"),
-    _always("describe", plan_steps.describe),
-    _always("keep_plan", plan_steps.keep_plan),
+JOINT = with_features(
+    "traced",
+    (
+        Pass(
+            "random_by_index",
+            of_build(normalize.random_by_index),
+            when=has(
+                "prims.inductor_seeds prims.inductor_random prims.inductor_randint"
+            ),
+        ),
+        Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
+        Pass("keep_batch_apart", normalize_steps.split_batch),
+        Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
+        Pass("stack_by_dim", of_build(normalize.stack_by_dim), when=has("aten.cat")),
+        Pass("sum_one_hot", of_build(normalize.sum_one_hot), when=has("aten.scatter")),
+        Pass("clone_constants", of_build(normalize.clone_constants)),
+        _always("drop_dead", normalize_steps.drop_dead, "normalized"),
+        _always("look_up_plan", plan_steps.look_up_plan),
+        Pass(
+            "join_pool_gradients",
+            plan_steps.join_pool_gradients,
+            when=has("aten.scatter_add"),
+        ),
+        Pass(
+            "expand_moments",
+            plan_steps.expand_moments,
+            when=has("aten.var aten.var_mean"),
+        ),
+        _always("plan", plan_steps.make_plan, "planned"),
+        _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
+        _always("localize", lowering_steps.localize),
+        Pass("schedule", lowering_steps.apply_schedule, stage="rewritten"),
+        _always("lower", lowering_steps.lower),
+        Pass("sink_waits", lambda graph, _: sink_waits(graph)),
+        _always("reshard_after_forward", lowering_steps.regather, "local"),
+        _always("describe", plan_steps.describe),
+        _always("keep_plan", plan_steps.keep_plan),
+    ),
+    FEATURES,
 )
 
 # The graph is specialized for one rank: local -> bound.
-RANK = (
-    _always("take_place", stage_steps.take_place),
-    _always("bind", lowering_steps.bind),
-    _always(
-        "decompose",
-        lambda graph, s: decompose(graph, s.fake_mode) if s.inductor else None,
+RANK = with_features(
+    "local",
+    (
+        _always("bind", lowering_steps.bind),
+        _always(
+            "decompose",
+            lambda graph, s: decompose(graph, s.fake_mode),
+            when=_is_for_inductor,
+        ),
+        _always("put_writes", lowering_steps.put_writes, "bound"),
     ),
-    Pass("rejoin_rows", lambda graph, s: rejoin_rows(graph) if s.inductor else None),
-    _always("put_writes", lowering_steps.put_writes, "bound"),
+    FEATURES,
 )
 
 # A forward or a backward alone, as AOTAutograd separated them: bound -> scheduled.
@@ -147,17 +138,30 @@ RANK = (
 # nobody reads them, in buckets, waited for late, gathers early, scatters not too many
 # at once.
 # Gradients leave a backward where they are made, and are reduced meanwhile.
-PHASE = (
-    *ORDER,
-    Pass("fuse_regions", lowering_steps.fuse_regions),
-    DELAY,
-    _always("hand_over", lambda graph, s: hand_over(graph, s.gradients)),
-    _always("compare_places", compare_places),
-    Pass("outline_layers", lowering_steps.outline_repeated),
-    Pass(
-        "copy_together", lambda graph, s: copy_together(graph) if s.inductor else None
+PHASE = with_features(
+    "bound",
+    (
+        *ORDER,
+        Pass("fuse_regions", lowering_steps.fuse_regions),
+        DELAY,
+        _always(
+            "hand_over",
+            lambda graph, s: hand_over(graph, s.gradients),
+            when=lambda _, s: bool(s.gradients),
+        ),
+        _always(
+            "compare_places",
+            compare_places,
+            when=lambda _, s: s.request.manual is not None,
+        ),
+        Pass("outline_layers", lowering_steps.outline_repeated, when=_is_for_inductor),
+        Pass(
+            "copy_together",
+            lambda graph, _: copy_together(graph),
+            when=_is_for_inductor,
+        ),
     ),
-    Pass("compute_first_rows", of_build(compute_first_rows)),
+    FEATURES,
 )
 
 # The stage of ``stage_times`` that seconds of ``JOINT`` are counted for, if it is not
@@ -188,9 +192,15 @@ def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     """Run each step in turn that is not left out, time it, and show what it changed."""
     request = state.request
     printed = request.options.debug >= 2 and request.leads
+    names: frozenset[str] | None = None
     for step in rows:
         graph = state.graph
-        if not (step.optional and step.name in request.options.disable):
+        is_on = not (step.optional and step.name in request.options.disable)
+        if is_on and step.when is not None:
+            names = names_of_ops(graph) if names is None else names
+            is_on = step.when(names, state)
+        if is_on:
+            names = None
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
             counted = COUNTED.get(step.name, stage_times.PARTITION)

@@ -45,6 +45,8 @@ LEVELS = [
     {"passes"},
     {"fusion"},
     {"runtime", "explain"},
+    # Each registers itself in the list of steps and in tables of the core.
+    {"features"},
     {"pipeline"},
     {"choose_plan"},
     # Plans to find where parameters rest.
@@ -67,6 +69,39 @@ LAZY = {
     "sharding/op_facts.py": "sharding/ops",
     # plan.to_html(path), of a loaded plan too: the page is explain's.
     "sharding/plan.py": "explain",
+}
+
+# Folders that belong to features, which the core imports no file of.
+ROOMS = {
+    *("features/experts", "features/regions", "features/sequences", "features/stages"),
+    *("features/uneven", "features/unlike_devices", "passes/attention"),
+    *("passes/regions", "passes/stages", "runtime/at_rest", "runtime/train_step"),
+}
+# The list of features, which names them.
+FEATURES = "features/__init__.py"
+
+# Files of the core that import a room even so. This list gets shorter, not longer.
+TIES = {
+    ("fusion/memory_order.py", "passes/attention"),
+    ("choose_plan.py", "features/experts"),
+    ("fusion/verbs/balance.py", "passes/attention"),
+    ("fusion/verbs/flex_ring.py", "passes/attention"),
+    ("fusion/verbs/ring_attention.py", "passes/attention"),
+    ("passes/local/local_ops.py", "passes/attention"),
+    ("backend.py", "passes/regions"),
+    ("choose_plan.py", "passes/regions"),
+    ("runtime/calls/compiled_graph.py", "passes/regions"),
+    ("runtime/shard_map.py", "passes/regions"),
+    ("compilation.py", "passes/stages"),
+    ("passes/simulate/lockstep.py", "passes/stages"),
+    ("passes/simulate/simulate_pipeline.py", "passes/stages"),
+    ("runtime/steps/plan_steps.py", "passes/stages"),
+    ("__init__.py", "runtime/at_rest"),
+    ("backend.py", "runtime/at_rest"),
+    ("runtime/calls/compiled_graph.py", "runtime/at_rest"),
+    ("runtime/calls/outside_graphs.py", "runtime/at_rest"),
+    ("backend.py", "runtime/train_step"),
+    ("compilation.py", "runtime/train_step"),
 }
 
 # Parts that are pure planning and rewriting: no process group, ever.
@@ -215,6 +250,25 @@ def test_imports_point_one_way() -> None:
     assert not upward, "\n".join(upward)
 
 
+def room(place: str) -> str | None:
+    """The room that a path below ``fxpar`` is in; None for the core."""
+    return next((x for x in ROOMS if place.startswith(f"{x}/")), None)
+
+
+def ties(path: Path) -> Iterator[tuple[str, str]]:
+    """(file of the core, room that it imports from)."""
+    if room(name(path)) or name(path) == FEATURES:
+        return
+    for dotted, *_ in imports(path):
+        there = room("/".join(dotted.split(".")[1:]) + "/")
+        if there:
+            yield name(path), there
+
+
+def test_the_core_imports_no_feature() -> None:
+    assert {tie for path in FILES for tie in ties(path)} == TIES
+
+
 def test_private_torch_names_only_in_one_place() -> None:
     private = {
         use
@@ -341,6 +395,12 @@ def test_import_is_light() -> None:
     added = run_python(code).split()
     heavy = [m for m in added if any(m == h or m.startswith(h + ".") for h in HEAVY)]
     assert not heavy, f"import fxpar should not import {heavy}"
+
+
+def test_steps_of_features_are_imported_when_they_run() -> None:
+    code = "import sys, fxpar.backend; print(*sys.modules, sep='\\n')"
+    rooms = [m for m in run_python(code).split() if m.startswith("fxpar.features.")]
+    assert rooms and not [m for m in rooms if m.endswith("_steps")]
 
 
 def test_kernels_need_nothing_but_torch_and_triton() -> None:

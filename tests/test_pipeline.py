@@ -17,9 +17,10 @@ import fxpar
 from fxpar import pipeline
 from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
+from fxpar.features import FEATURES
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.order_collectives import DELAY, ORDER
-from fxpar.pipeline import JOINT, PHASE, STEPS
+from fxpar.pipeline import PHASE, STEPS
 from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -33,6 +34,14 @@ from tests.helpers.machines import machine
 pytestmark = pytest.mark.usefixtures("propagated")
 
 MESH = Mesh.parse("dp=2")
+# The steps that run for ``layers``: those of features are left out.
+DENSE = [
+    *("undo_views_around_matmul", "keep_batch_apart", "split_fused_projections"),
+    *("clone_constants", "drop_dead", "look_up_plan", "expand_moments", "plan"),
+    *("insert_reshards", "localize", "schedule", "lower", "sink_waits"),
+    *("reshard_after_forward", "describe", "keep_plan"),
+]
+EAGER_PHASE = [*(row.name for row in ORDER), "fuse_regions", "delay"]
 
 
 def layers() -> nn.Module:
@@ -72,6 +81,12 @@ def test_a_request_pickles() -> None:
     assert pickle.loads(pickle.dumps(of_plan)).mode.hash == plan.hash
 
 
+def test_rows_of_features_are_in_the_list() -> None:
+    for feature in FEATURES:
+        rows = [row for rows in feature.rows.values() for row in rows]
+        assert [sum(row is step for step in STEPS) for row in rows] == [1] * len(rows)
+
+
 def test_a_prediction_runs_the_steps_of_a_phase() -> None:
     names = [step.name for step in PHASE]
     predicted = [row.name for row in (*ORDER, DELAY)]
@@ -84,8 +99,7 @@ def test_each_step_is_printed_with_what_it_changed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(monkeypatch, debug="2")
-    names = [step.name for step in JOINT]
-    assert printed(caplog.text, "plan") == names == list(plan.timings)
+    assert printed(caplog.text, "plan") == DENSE == list(plan.timings)
     lowered = next(r.message for r in caplog.records if "plan: lower " in r.message)
     assert "_c10d_functional.all_reduce.default 0 -> " in lowered
     assert "wait_tensor.default 0 -> " in lowered
@@ -100,8 +114,7 @@ def test_other_ranks_print_no_steps(caplog: pytest.LogCaptureFixture) -> None:
     pipeline.scheduled(graph, request, None, backward=False)
     assert not caplog.text
     pipeline.scheduled(graph, replace(request, rank=0), None, backward=False)
-    names = [step.name for step in PHASE]
-    assert printed(caplog.text, "rank0/g/forward") == names
+    assert printed(caplog.text, "rank0/g/forward") == EAGER_PHASE
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -118,8 +131,7 @@ def test_what_can_be_left_out_is(
     with caplog.at_level(logging.WARNING, "fxpar"):
         pipeline.scheduled(graph, request, plan.result, backward=True)
     run = printed(caplog.text, "plan") + printed(caplog.text, "plan/backward")
-    every = [step.name for step in (*JOINT, *PHASE)]
-    assert run == [step for step in every if step != name]
+    assert run == [step for step in (*DENSE, *EAGER_PHASE) if step != name]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 In: a function, and the specs of its tensors. Out: ``shard_map`` marks where a program
 goes into shapes local along some axes of the mesh and back
-(``passes.regions.region_ops``). While its function is traced, the names of those axes
+(``graph.region_ops``). While its function is traced, the names of those axes
 stand for process groups in torch's functional collectives. Outside of compiled code,
 and without a mesh, an axis has one rank, and the function runs unchanged. Specs are
 read into entries, made of tuples and text alone, which Dynamo traces.
@@ -26,8 +26,8 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
+from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
-from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.regions.check_regions import FUNCTIONAL
 from fxpar.runtime.ranks.groups import join
 from fxpar.runtime.tracing import raised_at, users_line

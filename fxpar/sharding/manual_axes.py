@@ -35,6 +35,7 @@ from fxpar.sharding.program import (
     Signature,
     user_line,
 )
+from fxpar.sharding.propagate.conventions import EXPERTS
 from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rest_over_stages import Splits, split_op, with_splits
 from fxpar.sharding.spec import Spec
@@ -56,6 +57,11 @@ class ManualAxes:
     mesh: Mesh
     # Only axes of several ranks.
     axes: Axes
+
+    @property
+    def expert_axes(self) -> Axes:
+        """Return the axes that are named for experts."""
+        return tuple(axis for axis in self.axes if axis_of(axis).lower() in EXPERTS)
 
 
 def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:

@@ -145,6 +145,18 @@ def makes_random_numbers(node: fx.Node) -> bool:
     return op_facts_of(node.target).random and not _drops_nothing(node)
 
 
+def draws(node: fx.Node) -> bool:
+    """Return whether a node draws numbers, the same ones on every rank."""
+    return is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether a generator decides a node's value: draws, and attention with
+    dropout."""
+    facts = op_facts_of(node.target)
+    return facts.draws or (facts.random and not node.all_input_nodes)
+
+
 def _drops_nothing(node: fx.Node) -> bool:
     """Return whether a call is attention without dropout, which draws no numbers."""
     schema = _torch.objects.schema_of(node.target)

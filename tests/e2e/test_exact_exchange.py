@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.passes.experts import first_rows
+from fxpar.features.experts import first_rows
 from tests.helpers.mixture import mixture
 from tests.helpers.spawn import ranks_of
 

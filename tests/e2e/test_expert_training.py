@@ -11,7 +11,7 @@ import torch
 
 import fxpar
 from fxpar.errors import RoomError
-from fxpar.passes.experts import expert_axes
+from fxpar.features.experts import expert_axes
 from tests.helpers.mixture import mixture
 from tests.helpers.models import build_double, build_loss, double
 from tests.helpers.spawn import ranks_of

@@ -17,14 +17,14 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
-from fxpar.fusion import node_legality
-from fxpar.graph.builder import PART
-from fxpar.passes.experts import (
+from fxpar.features.experts import (
     exact_exchange,
     expert_ops,
     first_rows,
     local_experts,
 )
+from fxpar.fusion import node_legality
+from fxpar.graph.builder import PART
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
@@ -690,7 +690,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes.experts.group_rows import GroupCopies
+    from fxpar.features.experts.group_rows import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

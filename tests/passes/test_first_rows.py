@@ -14,9 +14,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
+from fxpar.features.experts import first_rows
 from fxpar.graph.builder import Builder
-from fxpar.passes.experts import first_rows
-from fxpar.passes.experts.row_wise import RowCall
+from fxpar.passes.row_wise import RowCall
 
 aten = torch.ops.aten
 ROOM, WIDTH, EXPERTS = 12, 4, 3

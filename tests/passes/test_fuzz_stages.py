@@ -13,7 +13,7 @@ import torch
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
-from fxpar.passes.stages import assign_stages
+from fxpar.features.stages import assign_stages
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from tests.helpers.check_random import close
 from tests.helpers.random_programs import Case

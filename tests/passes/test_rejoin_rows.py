@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.order.rejoin_rows import rejoin_rows
+from fxpar.features.uneven.rejoin_rows import rejoin_rows
 from tests.helpers.sketch import Sketch, check_equal
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 
 import fxpar
 from fxpar.errors import FxparWarning
-from fxpar.passes.normalize import rows_in_turn
+from fxpar.features.uneven import rows_in_turn
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

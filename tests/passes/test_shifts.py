@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
+from fxpar.features.uneven.normalize_shifts import find_shifts
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import shift
-from fxpar.passes.normalize.normalize_shifts import find_shifts
 from fxpar.sharding.shift_messages import pieces
 
 N = 16

@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 
 import fxpar
+from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.joinable_collectives import LARGEST
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.order.small_collectives import start_first, wait_last
 from fxpar.passes.simulate.launches import KINDS
-from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.sharding.cost.op import contracts
 from fxpar.sharding.program import PHASE
 from tests.helpers.sketch import REDUCE, Sketch, check_equal

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.passes.local import softmax_pairs
+from fxpar.features.sequences import softmax_pairs
 
 ROWS, WORDS = 8, 16
 SPLIT = (None, "tp")

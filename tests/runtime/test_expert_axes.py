@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.experts import expert_axes
+from fxpar.features.experts import expert_axes
 from fxpar.planning import TracedPlan
 from fxpar.sharding.plan import Plan
 

@@ -13,8 +13,8 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
+from fxpar.features.experts import local_experts  # noqa: F401  (registers ops)
 from fxpar.graph import custom_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts import expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.stages import sums_of_parts  # noqa: F401  (registers ops)
 from fxpar.sharding.op_facts import OpFacts, name_of, op_facts_of
 from fxpar.sharding.ops import FACTS, FAMILIES
@@ -28,9 +28,9 @@ FORMS = {
     "_fast/known_values.py",  # views that lie where their operand does
     "_torch/decompositions.py",  # ops by others that keep dims apart
     "_torch/dtensor.py",  # calls of DTensors that are handled otherwise
-    "passes/normalize/normalize_shifts.py",
-    "passes/normalize/row_places.py",  # how rows of a node are read
-    "passes/experts/normalize_experts.py",  # calls that put rows in order, and back
+    "features/uneven/normalize_shifts.py",
+    "features/uneven/row_places.py",  # how rows of a node are read
+    "features/experts/normalize_experts.py",  # calls that put rows in order, and back
     "passes/normalize/body_seeds.py",  # how ops draw by index
     "passes/local/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton

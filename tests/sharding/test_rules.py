@@ -12,8 +12,8 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
+from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
-from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.one_op import (
     Case,

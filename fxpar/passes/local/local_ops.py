@@ -28,14 +28,12 @@ from fxpar._torch.node_copies import add_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.errors import PlanError
 from fxpar.graph import collective_nodes, size_nodes
+from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.attention import local_attention as _attention  # noqa: F401  (forms)
 from fxpar.passes.attention import local_documents as _documents  # noqa: F401  (forms)
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (forms)
-from fxpar.passes.experts import local_experts as _experts  # noqa: F401  (forms)
-from fxpar.passes.local import local_flex as _flex  # noqa: F401  (forms)
-from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.passes.attention import local_flex as _flex  # noqa: F401  (forms)
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
@@ -196,7 +194,7 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
 Local = Callable[[fx.Node], Any]
 
 # Ops of fxpar that have to be replaced even where nothing is sharded.
-_OWN = (
+OWN = {
     torch.ops.fxpar.dot.default,
     torch.ops.fxpar.constrain.default,
     torch.ops.fxpar.mean_over_ranks.default,
@@ -210,11 +208,7 @@ _OWN = (
     torch.ops.fxpar.leave_region.default,
     torch.ops.fxpar.collective.default,
     torch.ops.fxpar.axis_index.default,
-    torch.ops.fxpar.expert_mm.default,
-    torch.ops.fxpar.expert_outer.default,
-    torch.ops.fxpar.exchange_slots.default,
-    torch.ops.fxpar.return_slots.default,
-)
+}
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
@@ -263,7 +257,7 @@ def local_op(
         (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
     all_whole = all(s.is_whole for s in operands + results)
-    if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
+    if all_whole and op.target not in OWN and _laid_out_alike(node, local):
         return _same(build, node, args, kwargs)
     shapes = _shapes(op, program)
     call = LocalCall(build, node, op.rule, operands, results, shapes)

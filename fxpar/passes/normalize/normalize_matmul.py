@@ -28,6 +28,7 @@ Words = list[str]
 
 def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
     """Replace every matmul by a ``fxpar::dot`` over the dims that its views merged."""
+    graph.eliminate_dead_code()  # what earlier steps replaced is not a reader
     for node in list(graph.nodes):
         if node.op == "call_function" and op_facts_of(node.target).equation:
             _Contraction(node, rewriter).rewrite()

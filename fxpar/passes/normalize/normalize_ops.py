@@ -69,6 +69,7 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
                         aten.select.int, widened, len(shape) - 1, user.args[1]
                     )
                 rewriter.replace(user, piece)
+    graph.eliminate_dead_code()
 
 
 def _widen(x: fx.Node, parts: int, width: int, rewriter: Builder) -> fx.Node | None:

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import PLACE
+from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
 from fxpar.passes.order.joinable_collectives import REGATHERED
 from fxpar.passes.order.order_collectives import (
     DEFAULT,
@@ -45,7 +46,6 @@ from fxpar.passes.order.order_collectives import (
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
-from fxpar.passes.stages.pipeline_ops import CROSSINGS, EVERY
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 

@@ -28,9 +28,7 @@ from fxpar.layers import (
     rows_of_layers,
     with_reads,
 )
-from fxpar.passes.experts.first_rows import is_of_first_rows
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
-from fxpar.passes.stages.sums_of_parts import SUMS
 from fxpar.sharding.cost.op import is_view, tensors_in
 from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
 
@@ -91,6 +89,15 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
             for at in _matches(labels, ends, labels[whole], outlined):
                 if not any(_parts(at, *pair) for pair in places):
                     yield _segment(nodes[at], labels[at])
+
+
+# In ``meta["custom"]``, which all passes keep: none of its rows after the last is read.
+FIRST_ROWS = "fxpar_first_rows"
+
+
+def is_of_first_rows(node: fx.Node) -> bool:
+    """Return whether a value is marked as one of which only first rows are read."""
+    return FIRST_ROWS in (node.meta.get("custom") or {})
 
 
 def fits(node: fx.Node) -> bool:
@@ -252,11 +259,15 @@ def _may_start_later(node: fx.Node) -> bool:
     return starts and not is_chunk(node)
 
 
+# Ops that add to a sum over microbatches.
+SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
+
+
 def may_come_later(node: fx.Node) -> bool:
     """Return whether a node starts such a reduction, waits for one that only further
     ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
     """
-    if node.target in SUMS:
+    if str(node.target) in SUMS:
         return True
     if node.target is not WAIT:
         return _may_start_later(node)

@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import register_lowering
+from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.joinable_collectives import (
@@ -34,9 +35,8 @@ from fxpar.passes.order.small_collectives import (
     start_first,
     wait_last,
 )
-from fxpar.passes.stages.pipeline_ops import MESSAGES
-from fxpar.passes.stages.stage_kinds import is_random
 from fxpar.sharding.cost.collectives import FULL
+from fxpar.sharding.op_facts import is_random
 
 ours = torch.ops.fxpar
 
@@ -278,6 +278,8 @@ def give_outputs(graph: fx.Graph, build: Builder) -> None:
 
 
 Run = Callable[[fx.Graph, Any], fx.Graph | None]
+# (names of the ops of a graph, without overloads; context) -> whether a step runs.
+When = Callable[[Collection[str], Any], bool]
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,8 @@ class Pass:
     # The stage that the graph is in after it, by its name in the docs; "" where
     # another step ends the stage.
     stage: str = ""
+    # Whether it has anything to do, which is asked when its turn comes; None: always.
+    when: When | None = None
 
 
 def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:

@@ -21,10 +21,9 @@ from fxpar._torch.node_copies import copy_node
 from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.order.joinable_collectives import region_of
 from fxpar.passes.order.sink_waits import is_chunk
-from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.cost.recompute import computed_again
-from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_facts import draws, op_facts_of
 from fxpar.sharding.program import PHASE, phase_of
 
 

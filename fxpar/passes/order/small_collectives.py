@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from fxpar._torch.nodes_by_target import calls_where
+from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs, region_of
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
-from fxpar.passes.stages.pipeline_ops import MESSAGES
 from fxpar.sharding.cost.op import bytes_of, contracts, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import phase_of

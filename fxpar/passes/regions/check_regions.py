@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.errors import RegionError
 from fxpar.graph.builder import Builder
-from fxpar.passes.regions.region_ops import EDGES
+from fxpar.graph.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import makes_random_numbers, op_facts_of
 from fxpar.sharding.ops.custom_op_rules import LEAVE, manual_axes, sizes_of

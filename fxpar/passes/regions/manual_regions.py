@@ -20,9 +20,9 @@ from fxpar.errors import MeshError, RegionError
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.graph.graph_bodies import body_of
+from fxpar.graph.region_ops import EDGES
 from fxpar.passes.regions.check_regions import check_regions, count_alike
 from fxpar.passes.regions.region_bodies import keep_bodies
-from fxpar.passes.regions.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line

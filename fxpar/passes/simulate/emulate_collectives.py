@@ -19,9 +19,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.graph import custom_ops
+from fxpar.graph import custom_ops, exact_ops
 from fxpar.graph.collective_nodes import COMBINE
-from fxpar.passes.experts import exact_ops
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.spec import Spec

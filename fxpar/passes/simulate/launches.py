@@ -27,11 +27,11 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.fake import depends_on_data
 from fxpar.errors import PlanError
+from fxpar.graph import exact_ops
+from fxpar.graph import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
-from fxpar.passes.experts import exact_ops
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
-from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.fused_kernels import KernelReader, TensorView
 from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in

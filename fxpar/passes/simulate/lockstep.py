@@ -19,10 +19,10 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.graph import custom_ops
+from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph.graph_bodies import attribute_at, body_of, bound_body, module_of
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.op_by_op import op_by_op
-from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.simulate.emulate_collectives import (
     ON_DIMS,
     PRODUCTS,
@@ -36,9 +36,9 @@ from fxpar.passes.simulate.emulate_collectives import (
 )
 from fxpar.passes.stages.lay_out_stages import is_laid_out
 from fxpar.passes.stages.program_at_place import program_at
-from fxpar.passes.stages.stage_kinds import draws
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import draws
 from fxpar.sharding.ops.custom_op_rules import REGION_OPS
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec

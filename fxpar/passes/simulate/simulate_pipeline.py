@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import PART, PLACE
+from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import residency
 from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch_seconds
-from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
 from fxpar.sharding.cost import collectives

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from fxpar.graph import collective_nodes as steps
+from fxpar.graph import pipeline_ops as messages
 from fxpar.graph.builder import PART, PLACE, STAGE, Builder
 from fxpar.graph.custom_ops import group_name
-from fxpar.passes.stages import pipeline_ops as messages
+from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.stages.microbatches import demand
-from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.stage_kinds import (
     BACKWARD,
     EVERYWHERE,

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.graph.builder import PLACE, Builder
-from fxpar.passes.stages.pipeline_ops import EVERY
-from fxpar.passes.stages.stage_kinds import draws
+from fxpar.graph.pipeline_ops import EVERY
+from fxpar.sharding.op_facts import draws
 from fxpar.sharding.program import depending_on_tangents
 
 aten = torch.ops.aten

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from fxpar.graph import collective_nodes as steps
-from fxpar.passes.experts.local_experts import OWN_MM, OWN_OUTER
-from fxpar.passes.experts.row_wise import by_row_rule, call_of
+from fxpar.passes.row_wise import by_row_rule, call_of
 from fxpar.passes.stages.steps_over_parts import (
     STEP_OF,
     exchange_rows,
@@ -40,7 +39,7 @@ from fxpar.sharding.program import tensor_nodes
 # Steps that may leave a dim as it is.
 _ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)
 # How many of the first operands of a product by expert have rows.
-_PRODUCTS = {OWN_MM: 1, OWN_OUTER: 2}
+_PRODUCTS = {"fxpar.own_expert_mm.default": 1, "fxpar.own_expert_outer.default": 2}
 
 
 @dataclass
@@ -80,7 +79,7 @@ def rows_of_parts(graph: fx.Graph, mesh: Mesh, parts: int) -> RowsOfParts:
     out = RowsOfParts()
     seen: set[fx.Node] = set()
     for node in graph.nodes:
-        for operand in node.args[: _PRODUCTS.get(node.target, 0)]:
+        for operand in node.args[: _PRODUCTS.get(str(node.target), 0)]:
             if operand in seen:
                 continue
             region = _OneOrder()

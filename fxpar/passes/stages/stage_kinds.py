@@ -14,13 +14,12 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost.op import flops_of, is_view, tensors_in
-from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_facts import draws, op_facts_of
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
 
@@ -42,18 +41,6 @@ def home_of(node: fx.Node) -> StageHome | None:
     """Return the home of a node; None: it runs wherever it is read."""
     home: StageHome | None = node.meta.get(STAGE)
     return home
-
-
-def draws(node: fx.Node) -> bool:
-    """Return whether a node draws numbers, the same ones on every rank."""
-    return is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether a generator decides a node's value: draws, and attention with
-    dropout."""
-    facts = op_facts_of(node.target)
-    return facts.draws or (facts.random and not node.all_input_nodes)
 
 
 def is_loose_view(node: fx.Node) -> bool:

@@ -1,9 +1,10 @@
 """Agrees on how many rows ranks have room for in an exchange with experts.
 
-A rank sends rows of its own to ranks along manual axes (``passes.experts``), and knows
-neither how many rows others feed nor whether they send any. In: the numbers of rows
-that a compiled graph would send, at each of its runs. Out: the same room on all ranks,
-which the graph to run is compiled for. Never: ranks that run with different rooms.
+A rank sends rows of its own to ranks along manual axes (``features.experts``), and
+knows neither how many rows others feed nor whether they send any. In: the numbers of
+rows that a compiled graph would send, at each of its runs. Out: the same room on all
+ranks, which the graph to run is compiled for. Never: ranks that run with different
+rooms.
 """
 
 from __future__ import annotations

@@ -29,16 +29,12 @@ from fxpar.graph.builder import copy_of
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes import writes_as_results
 from fxpar.passes.local.localize import partition
-from fxpar.passes.local.share_exchanges import share_exchanges as share_rows
-from fxpar.passes.local.softmax_pairs import exchange_pairs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers
-from fxpar.passes.stages.microbatches import cut_microbatches
 from fxpar.runtime.ranks.groups import bandwidth_of
 from fxpar.runtime.steps import binding
 from fxpar.runtime.steps.pipeline_state import JointState, PhaseState, RankState
-from fxpar.runtime.steps.stage_steps import parts_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.read_program import with_open_sizes
@@ -64,31 +60,6 @@ def _open_decision(state: JointState) -> Decision:
     if (state.request.microbatches or 1) > 1:
         raise PlanError("parts of a batch have sizes that are known")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
-
-
-def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
-    """Return a graph that runs the rank's batch in parts, one after the other."""
-    parts, required = parts_of(state.request), state.request.microbatches is not None
-    if parts == 1 or (state.request.pipeline is not None and not state.stages):
-        return graph
-    mode = state.fake_mode
-    cut, notes = cut_microbatches(graph, state.decided, parts, mode, required=required)
-    state.notes = (*state.notes, *notes)
-    return cut
-
-
-def pair_reductions(graph: fx.Graph, state: JointState) -> None:
-    """Replace the all-reduces that normalize a softmax along a split dim by one
-    exchange, where that pays."""
-    hardware, mesh = state.request.hardware, state.decided.mesh
-    if hardware is not None and mesh.size > 1 and state.decided.is_even:
-        exchange_pairs(graph, state.build, hardware.at_speed(mesh.slowest).on(mesh))
-
-
-def share_exchanges(graph: fx.Graph, state: JointState) -> None:
-    """Cut slices of one tensor from rows that are exchanged once, where that pays."""
-    if state.decided.mesh.size > 1 and not state.open:
-        share_rows(graph, state.build, state.decided.mesh)
 
 
 def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
@@ -210,8 +181,7 @@ def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
 
 def outline_repeated(graph: fx.Graph, state: PhaseState) -> None:
     """Turn layers that repeat into calls of one body, where Inductor compiles them."""
-    if state.inductor:
-        outline_layers(graph, even=state.even)
+    outline_layers(graph, even=state.even)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:

@@ -33,24 +33,47 @@ from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
 from fxpar.sharding import plan_facts
 from fxpar.sharding.candidates import balanced, choose, split_evenly
-from fxpar.sharding.decide import decide_on
-from fxpar.sharding.manual_axes import planned_plan
+from fxpar.sharding.decide import Decision, decide_on
+from fxpar.sharding.manual_axes import over_manual_axes, planned_plan
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.ops.unknown_ops import report_unknown
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import OPEN, Program
+from fxpar.sharding.program import OPEN, Program, phase_of
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
+from fxpar.sharding.rest_over_stages import over_stages
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")
+
+# Microbatches for each stage where nobody says how many.
+PARTS = 4
+
+
+def on_whole_mesh(decision: Decision, request: Request) -> Decision:
+    """Return the decision for the ranks of one stage and one place along manual axes as
+    one for the mesh of all ranks."""
+    pipeline, manual = request.pipeline, request.manual
+    ops = decision.program.ops
+    update = {op.index for op in ops if phase_of(op.node) == "update"}
+    if manual is not None:
+        decision = over_manual_axes(decision, manual, request.signature, update)
+    if pipeline is not None:
+        decision = over_stages(decision, pipeline, update)
+    return decision
+
+
+def parts_of(request: Request) -> int:
+    """Return the number of microbatches to cut the batch into."""
+    if request.microbatches is not None:
+        return request.microbatches
+    return 1 if request.pipeline is None else PARTS * request.pipeline.places
 
 
 def look_up_plan(graph: fx.Graph, state: JointState) -> None:

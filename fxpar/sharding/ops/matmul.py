@@ -4,7 +4,7 @@ products by expert, and the ops that send rows to their experts.
 A contracted factor makes the result partial. Where a bias is added inside the op it
 stays whole: every rank would add the bias to its summand. Of ``groups`` groups of
 experts a rank has one or more, and the rows that are assigned to them
-(``fxpar/passes/experts/expert_ops.py``).
+(``fxpar/features/experts/expert_ops.py``).
 
 In: calls of these ops. Out: their rules, and local forms of grouped products.
 Never: splits a sum into which a bias is added.

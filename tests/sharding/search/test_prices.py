@@ -13,8 +13,8 @@ from torch import fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpar
+from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
-from fxpar.passes.experts import expert_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.one_op import OneOp, is_expressible
 from fxpar.sharding.cost.hardware import Hardware, Peak

@@ -22,8 +22,7 @@ from torch import fx
 from fxpar.graph.builder import shape_of
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.size_nodes import is_open
-from fxpar.passes.experts.across_places import manual_expert_axes
-from fxpar.passes.experts.row_wise import call_of
+from fxpar.passes.row_wise import call_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import pipeline_axis
@@ -114,7 +113,9 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
         return []
     if mesh.is_refined or is_open(graph) or any(map(body_of, graph.nodes)):
         return []
-    if pipeline_axis(mesh) is not None or manual_expert_axes(request.manual):
+    if pipeline_axis(mesh) is not None or (
+        request.manual is not None and request.manual.expert_axes
+    ):
         return []
     counts = {
         experts

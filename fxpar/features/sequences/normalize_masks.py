@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.attention.merge_attention import BIASES
 from fxpar.passes.normalize.place_functions import (
@@ -27,7 +28,6 @@ from fxpar.passes.normalize.place_functions import (
     is_constant,
     with_opposite_bound,
 )
-from fxpar.passes.normalize.place_rules import PlaceFunctions, function_of
 
 
 def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.experts.expert_ops import room_of
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.experts.expert_ops import NONE, room_of
+from fxpar.graph.exact_ops import NONE
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line

@@ -18,23 +18,14 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import shape_of
-from fxpar.passes.experts.row_wise import row_result
-from fxpar.sharding.axis_parts import axis_of
+from fxpar.passes.row_wise import row_result
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature
-from fxpar.sharding.propagate.conventions import EXPERTS
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 MEAN = torch.ops.fxpar.mean_over_ranks.default
-
-
-def manual_expert_axes(manual: ManualAxes | None) -> Axes:
-    """Return the manual axes that are named for experts."""
-    axes = manual.axes if manual is not None else ()
-    return tuple(axis for axis in axes if axis_of(axis).lower() in EXPERTS)
 
 
 def means_of_experts(

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.graph.builder import Builder, is_zeros, shape_of
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts.expert_axes import SORTS, products_by
-from fxpar.passes.experts.group_rows import (
+from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.features.experts.expert_axes import SORTS, products_by
+from fxpar.features.experts.group_rows import (
     DispatchedRows,
     GroupCopies,
     SentRows,
     spread,
 )
-from fxpar.passes.experts.row_wise import call_of, row_call
+from fxpar.graph.builder import Builder, is_zeros, shape_of
+from fxpar.passes.row_wise import call_of, row_call
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.uneven.normalize_shifts import can_be_read_for
+from fxpar.features.uneven.row_places import argument, padded_dim
 from fxpar.graph.builder import Builder, is_zeros, shape_of
-from fxpar.passes.normalize.normalize_shifts import can_be_read_for
-from fxpar.passes.normalize.row_places import argument, padded_dim
 from fxpar.sharding.ops.slicing import is_summed
 
 aten = torch.ops.aten

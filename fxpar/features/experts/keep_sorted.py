@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import PART, STAGE, Builder, shape_of
-from fxpar.passes.experts.row_wise import call_of, row_call, rows_read
+from fxpar.passes.row_wise import call_of, row_call, rows_read
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.rank_ints import PLACES
 

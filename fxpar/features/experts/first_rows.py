@@ -24,24 +24,18 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.graph.builder import Builder, copy_of, shape_of
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.experts.exact_ops import RETURN, SEND
-from fxpar.passes.experts.row_wise import row_call, row_result, rows_read
+from fxpar.graph.exact_ops import RETURN, SEND
+from fxpar.passes.order.layer_segments import FIRST_ROWS, is_of_first_rows
+from fxpar.passes.row_wise import row_call, row_result, rows_read
 
 aten = torch.ops.aten
 MM = torch.ops.fxpar.grouped_mm.default
 OUTER = torch.ops.fxpar.grouped_outer.default
 
-# In ``meta["custom"]``, which all passes keep: no row after the last is read.
-FIRST_ROWS = "fxpar_first_rows"
 # Which operands of a product are rows.
 _ROWS = {MM: (0,), OUTER: (0, 1)}
-
-
-def is_of_first_rows(node: fx.Node) -> bool:
-    """Return whether a value is marked as one of which only first rows are read."""
-    return FIRST_ROWS in (node.meta.get("custom") or {})
 
 
 def mark_first_rows(graph: fx.Graph) -> None:

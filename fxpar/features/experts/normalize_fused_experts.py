@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.graph.builder import Builder, is_zeros, shape_of
-from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten

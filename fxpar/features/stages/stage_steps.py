@@ -13,45 +13,22 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError, compose
+from fxpar.features.stages.assign_stages import StageCosts, assign_stages
 from fxpar.graph.builder import PART
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.stages.assign_stages import StageCosts, assign_stages
 from fxpar.passes.stages.lay_out_stages import is_laid_out, lay_out_stages
+from fxpar.passes.stages.microbatches import cut_microbatches
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.steps.pipeline_state import JointState, RankState
+from fxpar.runtime.steps.plan_steps import parts_of
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.hints import pinned_stages
-from fxpar.sharding.manual_axes import over_manual_axes
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import backward_of, phase_of, user_line
-from fxpar.sharding.rest_over_stages import over_stages
-
-# Microbatches for each stage where nobody says how many.
-PARTS = 4
-
-
-def on_whole_mesh(decision: Decision, request: Request) -> Decision:
-    """Return the decision for the ranks of one stage and one place along manual axes as
-    one for the mesh of all ranks."""
-    pipeline, manual = request.pipeline, request.manual
-    ops = decision.program.ops
-    update = {op.index for op in ops if phase_of(op.node) == "update"}
-    if manual is not None:
-        decision = over_manual_axes(decision, manual, request.signature, update)
-    if pipeline is not None:
-        decision = over_stages(decision, pipeline, update)
-    return decision
-
-
-def parts_of(request: Request) -> int:
-    """Return the number of microbatches to cut the batch into."""
-    if request.microbatches is not None:
-        return request.microbatches
-    return 1 if request.pipeline is None else PARTS * request.pipeline.places
+from fxpar.sharding.program import backward_of, user_line
 
 
 def find_stages(graph: fx.Graph, state: JointState) -> None:
@@ -123,6 +100,17 @@ def _refuse_schedule(request: Request) -> None:
             "a schedule of compute and collectives is for programs without stages",
             fix="leave the schedule out, or the axis of stages",
         )
+
+
+def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
+    """Return a graph that runs the rank's batch in parts, one after the other."""
+    parts, required = parts_of(state.request), state.request.microbatches is not None
+    if parts == 1 or (state.request.pipeline is not None and not state.stages):
+        return graph
+    mode = state.fake_mode
+    cut, notes = cut_microbatches(graph, state.decided, parts, mode, required=required)
+    state.notes = (*state.notes, *notes)
+    return cut
 
 
 def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxpar.passes.experts.expert_ops import NONE
-
 c10d = torch.ops._c10d_functional
 
+# A slot without a row; a row without a slot.
+NONE = -1
 # (rows in the order they are sent, how many come, how many go) -> those that come.
 Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 

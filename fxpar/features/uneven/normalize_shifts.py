@@ -25,8 +25,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import expressions
-from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.normalize.row_places import (
+from fxpar.features.uneven.row_places import (
     MOST_ROWS,
     RowPlaces,
     argument,
@@ -39,6 +38,7 @@ from fxpar.passes.normalize.row_places import (
     rows_of,
     same_shape,
 )
+from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.op_facts import op_facts_of
 
 

@@ -47,6 +47,7 @@ from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
 from fxpar.errors import RoomError
+from fxpar.graph.exact_ops import NONE
 from fxpar.sharding.ops import LOCAL
 from fxpar.sharding.ops.local_call import LocalCall
 
@@ -281,10 +282,6 @@ def _(x, weight, offs, rows, **_) -> float:
 @register_flop_formula(torch.ops.fxpar.grouped_outer)
 def _(x, y, offs, rows, **_) -> float:
     return 2.0 * rows * x[1] * y[1]
-
-
-# A slot without a row; a row without a slot.
-NONE = -1
 
 
 @torch.library.custom_op("fxpar::dispatch_slots", mutates_args=())

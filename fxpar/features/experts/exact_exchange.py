@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.experts.keep_sorted import order_of, sorted_order
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.graph.collective_nodes import all_to_all, axes_of
 from fxpar.graph.custom_ops import group_name
-from fxpar.passes.experts.exact_ops import RETURN, SEND
-from fxpar.passes.experts.expert_ops import NONE
-from fxpar.passes.experts.keep_sorted import order_of, sorted_order
+from fxpar.graph.exact_ops import NONE, RETURN, SEND
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten

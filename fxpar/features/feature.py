@@ -1,0 +1,76 @@
+"""Defines what a feature adds to the core's list of steps.
+
+A feature's room is a folder here. Its ``__init__`` says what it adds: rows of
+``fxpar.pipeline``, each after a step of the core or of a feature, and which graphs have
+anything to do for it. In: the graph as it is when a row's turn comes, and the state of
+the pipeline. Out: whether the row runs. Never: a module of a feature is imported before
+one of its rows runs, or a row changes a graph that it is not on for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import fx
+
+from fxpar.passes.order.order_collectives import Pass, When
+from fxpar.sharding.op_facts import name_of
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Is what a feature adds to the list of steps."""
+
+    # Its folder here.
+    name: str
+    # A step, or the stage that a list begins with -> the rows right after it.
+    rows: Mapping[str, Sequence[Pass]]
+    # Modules that register the ops which compiled code of it calls.
+    ops: Sequence[str] = ()
+
+
+def has(ops: str) -> When:
+    """Return whether a graph calls one of ``ops``: names without overloads."""
+    looked_for = frozenset(ops.split())
+    return lambda names, _: not looked_for.isdisjoint(names)
+
+
+def steps_of(module: str) -> Callable[..., Pass]:
+    """Return the function that makes rows whose steps are functions of a module, each
+    of its row's name."""
+
+    def step(name: str, when: When, *, optional: bool = True) -> Pass:
+        def run(graph: Any, state: Any) -> Any:
+            return getattr(import_module(module), name)(graph, state)
+
+        return Pass(name, run, optional=optional, when=when)
+
+    return step
+
+
+def with_features(
+    begin: str, core: Sequence[Pass], features: Collection[Feature]
+) -> tuple[Pass, ...]:
+    """Return a list of steps with the rows of features in their places. ``begin``: the
+    stage of the graph before the first."""
+    left = {after: rows for x in features for after, rows in x.rows.items()}
+    merged, ahead = list[Pass](), list(reversed(core))
+    ahead += reversed(left.get(begin, ()))
+    while ahead:
+        step = ahead.pop()
+        merged.append(step)
+        ahead += reversed(left.get(step.name, ()))
+    return tuple(merged)
+
+
+def names_of_ops(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of what a graph calls, of ops without overloads, and the kinds
+    of its other nodes."""
+    targets = {n.target if n.op == "call_function" else n.op for n in graph.nodes}
+    return frozenset(
+        x if isinstance(x, str) else name_of(x) or getattr(x, "__name__", "")
+        for x in targets
+    )

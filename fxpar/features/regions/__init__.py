@@ -1,0 +1,31 @@
+"""Adds manual regions (``fxpar.shard_map``), and bodies of branches and loops."""
+
+from __future__ import annotations
+
+from fxpar.features.feature import Feature, has, steps_of
+
+# Rewrites calls of bodies that draw, from the first trace on.
+from fxpar.passes.normalize.body_seeds import refuse_draws
+from fxpar.passes.order.order_collectives import Pass
+
+_step = steps_of(f"{__name__}.region_steps")
+# Nodes that hold bodies, among others.
+_BODIES = "get_attr"
+_REGIONS = f"{_BODIES} fxpar.enter_region fxpar.leave_region"
+
+FEATURE = Feature(
+    "regions",
+    {
+        "traced": [_step("show_bodies", has(_BODIES), optional=False)],
+        "share_by_speed": [
+            _step("absorb_regions", has(_REGIONS), optional=False),
+            Pass(
+                "refuse_body_draws",
+                lambda graph, _: refuse_draws(graph),
+                optional=False,
+                when=has(_BODIES),
+            ),
+            _step("count_loop_steps", has(_BODIES), optional=False),
+        ],
+    },
+)

@@ -1,0 +1,33 @@
+"""Adds pipeline stages, and parts of a batch that run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fxpar.features.feature import Feature, steps_of
+
+_step = steps_of(f"{__name__}.stage_steps")
+
+
+def _has_stages(_: Collection[str], state: Any) -> bool:
+    has_stages: bool = state.request.pipeline is not None
+    return has_stages
+
+
+def _has_parts(_: Collection[str], state: Any) -> bool:
+    request = state.request
+    return request.pipeline is not None or (request.microbatches or 1) > 1
+
+
+FEATURE = Feature(
+    "stages",
+    {
+        "share_exchanges": [
+            _step("find_stages", _has_stages, optional=False),
+            _step("cut_batch", _has_parts, optional=False),
+        ],
+        "pair_reductions": [_step("order_stages", _has_stages, optional=False)],
+        "local": [_step("take_place", _has_stages, optional=False)],
+    },
+)

@@ -1,0 +1,36 @@
+"""Adds that rows of a split dim move between ranks, and that shards may be uneven: ops
+that shift, repeat or interleave rows get forms that may be split."""
+
+from __future__ import annotations
+
+from fxpar.features.feature import Feature, has, steps_of
+
+_step = steps_of(f"{__name__}.uneven_steps")
+
+FEATURE = Feature(
+    "uneven",
+    {
+        "causal_masks": [
+            _step(
+                "find_shifts",
+                has(
+                    "aten.cat aten.constant_pad_nd aten.slice_scatter aten.index "
+                    "aten._unsafe_index aten.index_select aten.index_put "
+                    "aten._unsafe_index_put aten.gather aten.scatter_add"
+                ),
+            ),
+            _step(
+                "find_backward_scans",
+                has(
+                    "aten.cumsum aten.cumprod aten.logcumsumexp aten.cummax aten.cummin"
+                ),
+            ),
+            _step("part_repeats", has("aten.repeat")),
+            _step("interleave_rows", has("aten.expand")),
+            _step("take_rows_in_turn", has("aten.cat")),
+            _step("join_cuts", has("aten.select aten.slice")),
+        ],
+        "localize": [_step("share_exchanges", has("move_rows"))],
+        "decompose": [_step("rejoin_rows", has("aten.convolution"))],
+    },
+)

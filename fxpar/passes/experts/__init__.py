@@ -1,1 +1,0 @@
-"""Rewrites mixtures of experts: rows are sorted, sent, multiplied and put back."""
