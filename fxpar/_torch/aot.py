@@ -316,8 +316,8 @@ def compile_fx(
     settings = {"enable_autograd_cache": cached}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    if (symbolic or cached) and can_compile_backward():
-        settings[NOW] = True
+    if symbolic or cached:  # a backward is compiled with its forward
+        settings["force_non_lazy_backward_lowering"] = True
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
@@ -373,18 +373,6 @@ def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
 
 def _on_accelerator(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type != "cpu"
-
-
-# The setting of AOTAutograd by which a backward is compiled with its forward.
-NOW = "force_non_lazy_backward_lowering"
-
-
-def can_compile_backward() -> bool:
-    """Return whether a backward can be compiled with its forward, not when it is
-    called."""
-    import torch._functorch.config as functorch_config
-
-    return hasattr(functorch_config, NOW)
 
 
 _VIEWS: list[Any] = []  # op packets

@@ -204,7 +204,7 @@ def default_store() -> Any:
 def same_store(store: Any) -> Any:
     """Return the same keys through a connection of its own, so that threads do not wait
     for one another."""
-    return store.clone() if hasattr(store, "clone") else store
+    return store.clone()
 
 
 def cut_store(store: Any) -> None:
