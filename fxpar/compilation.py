@@ -179,7 +179,7 @@ def _look_up(
         return None
     if pipeline_axis(job.ranks.mesh) is not None:
         return None
-    if job.open is not None and (job.rival or not _torch.aot.can_compile_backward()):
+    if job.open is not None and job.rival:
         return None
     text = None
     if all(map(_torch.dtensor.brings_mesh, examples)):

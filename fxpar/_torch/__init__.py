@@ -1,4 +1,4 @@
-"""Holds all that uses private torch names. Written for torch 2.13; 2.11 works.
+"""Holds all that uses private torch names. Torch 2.11 to 2.15 serve.
 
 In: torch's objects and settings. Out: functions that the other packages call. Never: an
 import of torch's internals before their first use, since importing fxpar must stay

@@ -316,8 +316,8 @@ def compile_fx(
     settings = {"enable_autograd_cache": cached}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    if (symbolic or cached) and can_compile_backward():
-        settings[NOW] = True
+    if symbolic or cached:  # a backward is compiled with its forward
+        settings["force_non_lazy_backward_lowering"] = True
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
@@ -375,18 +375,6 @@ def _on_accelerator(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type != "cpu"
 
 
-# The setting of AOTAutograd by which a backward is compiled with its forward.
-NOW = "force_non_lazy_backward_lowering"
-
-
-def can_compile_backward() -> bool:
-    """Return whether a backward can be compiled with its forward, not when it is
-    called."""
-    import torch._functorch.config as functorch_config
-
-    return hasattr(functorch_config, NOW)
-
-
 _VIEWS: list[Any] = []  # op packets
 
 
@@ -417,8 +405,10 @@ def _views_recomputed() -> Any:
 
 def _objects_behind_generators() -> Any:
     """Return a context in which states of random generators that a forward saves come
-    with its tensors. AOTAutograd (2.13) counts saved objects, as the DeviceMesh of a
-    DTensor, from the end, but puts such states after them."""
+    with its tensors. Before 2.14 AOTAutograd counts saved objects, as the DeviceMesh of
+    a DTensor, from the end, but puts such states after them."""
+    if torch.__version__ >= "2.14":
+        return contextlib.nullcontext()
     from unittest import mock
 
     from torch._functorch import partitioners

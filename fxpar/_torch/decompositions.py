@@ -134,7 +134,7 @@ def _multilabel_margin_loss(
     x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the loss, which classes are targets). A row of targets ends at the first
-    that is negative: torch's (before 2.15) takes those after it for class 0."""
+    that is negative: torch's (before 2.14) takes those after it for class 0."""
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
     places = torch.arange(classes, device=x.device)

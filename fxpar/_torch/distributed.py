@@ -204,7 +204,7 @@ def default_store() -> Any:
 def same_store(store: Any) -> Any:
     """Return the same keys through a connection of its own, so that threads do not wait
     for one another."""
-    return store.clone() if hasattr(store, "clone") else store
+    return store.clone()
 
 
 def cut_store(store: Any) -> None:
@@ -424,15 +424,14 @@ _ALONE = "fxpar:alone"
 @contextlib.contextmanager
 def axes_of_one_rank() -> Iterator[None]:
     """Let a name given to a functional collective for its group stand for this process
-    alone inside; gradients go back through it at any time. Collectives are waited for:
-    a view of one that is under way (2.13) has no gradient."""
+    alone inside; gradients go back through it at any time."""
     from torch.distributed import _functional_collectives
 
     collectives: Any = _functional_collectives
     name = "_resolve_group"
     if not hasattr(collectives, name):
         name = "_resolve_group_name"  # 2.11
-    plain, wrap = getattr(collectives, name), collectives._maybe_wrap_tensor
+    plain = getattr(collectives, name)
 
     def alone(group: Any, tag: str = "") -> Any:
         if not isinstance(group, str):
@@ -441,12 +440,10 @@ def axes_of_one_rank() -> Iterator[None]:
         return _ALONE
 
     setattr(collectives, name, alone)
-    collectives._maybe_wrap_tensor = collectives.wait_tensor
     try:
         yield
     finally:
         setattr(collectives, name, plain)
-        collectives._maybe_wrap_tensor = wrap
 
 
 def _make_group_of_one() -> None:

@@ -73,8 +73,8 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def call_of_region() -> Any:
-    """Return the op that calls a region, or None."""
-    return getattr(torch.ops.higher_order, "invoke_subgraph", None)
+    """Return the op that calls a region."""
+    return torch.ops.higher_order.invoke_subgraph
 
 
 def _is_region(node: Any) -> bool:

@@ -22,8 +22,8 @@ COUNTED = "higher_order::fxpar_counted_loop"
 
 
 def stacked_loop() -> Any:
-    """Return the op of STACKED, which torch 2.11 does not have: it stacks the results
-    of each step of a loop; of no step what the loop starts from."""
+    """Return the op of STACKED: it stacks the results of each step of a loop; of no
+    step what the loop starts from."""
     from torch._higher_order_ops.while_loop import while_loop_stack_output_op
 
     return while_loop_stack_output_op
@@ -64,11 +64,8 @@ def counted_loop() -> Any:
 def steps_looked_up(mode: Any) -> Iterator[None]:
     """Let the backward of a loop traced in ``mode`` take a step by a number in a tensor
     (``select(0, i.item())``) inside, which the user's code may not."""
-    try:
-        from torch._higher_order_ops.while_loop import WhileLoopAutogradOp as function
-    except ImportError:  # torch 2.11
-        yield
-        return
+    from torch._higher_order_ops.while_loop import WhileLoopAutogradOp as function
+
     traced = function.backward
 
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -38,17 +38,13 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     compiled = torch.compile(own, backend=backend, fullgraph=True)
 
     names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
-    metrics: Callable[[], contextlib.AbstractContextManager[Any]]
-    silent, metrics = "ignore_logging_functions", contextlib.nullcontext
-    if not hasattr(config, silent):  # 2.11
-        silent, metrics = "ignore_logger_methods", _settings_unwritten
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Libraries add methods to loggers when they are imported.
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
-        ignored = getattr(config, silent) | methods
-        settings = {"specialize_float": True, silent: ignored}
-        with config.patch(settings), metrics():
+        ignored = config.ignore_logging_functions | methods
+        settings = {"specialize_float": True, "ignore_logging_functions": ignored}
+        with config.patch(settings), _settings_unwritten():
             return compiled(*args, **kwargs)
 
     return call
@@ -59,6 +55,8 @@ def _settings_unwritten() -> contextlib.AbstractContextManager[Any]:
     the functions that it is to ignore, fails, and logs that at length."""
     from torch._dynamo import utils
 
+    if torch.__version__ >= "2.13":
+        return contextlib.nullcontext()
     return mock.patch.object(utils, "_get_dynamo_config_for_logging", lambda: None)
 
 

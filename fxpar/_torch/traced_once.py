@@ -34,8 +34,7 @@ def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any
     from torch._functorch._aot_autograd import graph_capture_wrappers
     from torch.fx.experimental import symbolic_shapes
 
-    name = "PropagateUnbackedSymInts"  # runs Dynamo's graphs
-    if find is None or not hasattr(graph_capture_wrappers, name):
+    if find is None:
         return contextlib.nullcontext()
     kinds: dict[fx.Graph, list[SegmentKind]] = {}
     plain = symbolic_shapes.PropagateUnbackedSymInts
@@ -47,7 +46,9 @@ def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any
             kinds[module.graph] = find(module)
         return _interpreter(plain)(module, kinds[module.graph])
 
-    return mock.patch.object(graph_capture_wrappers, name, interpreter)
+    return mock.patch.object(  # it runs Dynamo's graphs
+        graph_capture_wrappers, "PropagateUnbackedSymInts", interpreter
+    )
 
 
 def run_each(
