@@ -44,7 +44,7 @@ class Expert:
 
     name: str
     hints: Hints
-    rest: Mapping[str, Any]
+    at_rest: Mapping[str, Any]
 
 
 def program_of(
@@ -85,13 +85,13 @@ def resting(program: Any, rest: Mapping[str, Any]) -> Any:
     says."""
     signature = program.signature
     inputs = tuple(
-        replace(declared, rest=rest.get(declared.name))
+        replace(declared, at_rest=rest.get(declared.name))
         if declared.kind == "parameter"
         else declared
         for declared in signature.inputs
     )
     outputs = tuple(
-        replace(out, rest=rest.get(out.name)) if out.kind == "gradient" else out
+        replace(out, at_rest=rest.get(out.name)) if out.kind == "gradient" else out
         for out in signature.outputs
     )
     return replace(
@@ -208,7 +208,7 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.sharding.search.problem_builder import FixedFacts
 
     machine = lookup(HARDWARE)
-    on, program = machine.on(mesh), resting(program, expert.rest)
+    on, program = machine.on(mesh), resting(program, expert.at_rest)
     decision = decide(program, on, expert.hints)
     formulation = formulate(program, on, machine, FixedFacts())
     row: dict[str, Any] = {"expert": expert.name}

@@ -35,7 +35,7 @@ from fxpar.graph import collective_nodes
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.cost.op import contracts, is_view
+from fxpar.sharding.cost.op import is_contraction, is_view
 
 WIDTH, HEADS, BATCH, LENGTH = 4096, 32, 8, 1024
 
@@ -148,7 +148,7 @@ def _next_products(
 ) -> Iterator[fx.Node]:
     """Products on one side of a node, through views alone."""
     for other in beside(node):
-        if contracts(other.target):
+        if is_contraction(other.target):
             yield other
         elif other.op == "call_function" and is_view(other):
             yield from _next_products(other, beside)

@@ -193,7 +193,7 @@ def _planned(args: argparse.Namespace) -> Plan:
         call = first_call(args.target, shlex.split(args.args))
     else:
         call = PlanTarget(*load(args.target))
-    grad = args.grad or (call.grad and _asks_for_gradients(call))
+    grad = args.grad or (call.grad and _has_gradients(call))
     flags = {"hardware": args.hardware, "memory": args.memory}
     return plan_call(
         call.function,
@@ -208,7 +208,7 @@ def _planned(args: argparse.Namespace) -> Plan:
     )
 
 
-def _asks_for_gradients(call: PlanTarget) -> bool:
+def _has_gradients(call: PlanTarget) -> bool:
     from fxpar._torch.fake import tree_leaves
     from fxpar.runtime.tracing import modules_of
 

@@ -206,7 +206,7 @@ def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     return fastest_plan(graph, fake_mode, _on_hardware(request))
 
 
-def stands(
+def is_still_right(
     graph: fx.Graph, fake_mode: Any, request: Request, rival: Plan, times: float
 ) -> bool:
     """Return whether no plan is predicted to be ``times`` as fast as ``rival``, a plan

@@ -76,7 +76,7 @@ from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import TracedStep, restore_meta
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import pipeline_axis, split_off, with_planned_axis
-from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Request,
@@ -109,13 +109,13 @@ def compile_plain(gm: fx.GraphModule, examples: Any, options: Options) -> Any:
 
 
 def compile_step(
-    job: CompileJob, step: TracedStep, rests: Mapping[int, Spec]
+    job: CompileJob, step: TracedStep, rest_specs: Mapping[int, Spec]
 ) -> Callable[..., Any]:
     """Return the checked, compiled function of a traced training step."""
     if is_plain(job.options, job.ranks):
         plain: Callable[..., Any] = compile_plain(step.module, step.fakes, job.options)
         return plain
-    job = replace(job, named_inputs=step.ends, rests=rests, writes=True)
+    job = replace(job, named_inputs=step.ends, rest_specs=rest_specs, writes=True)
     return compile_graph(job, step.module, step.fakes)
 
 
@@ -182,15 +182,15 @@ def _look_up(
     if job.open is not None and job.rival:
         return None
     text = None
-    if all(map(_torch.dtensor.brings_mesh, examples)):
+    if all(map(_torch.dtensor.has_mesh_in_operands, examples)):
         followed = job.recalled.hash if job.recalled else ""
         mesh = str(job.ranks.whole.mesh)
-        rests = sorted(job.rests.items())
-        extras = job.writes, followed, mesh, job.sent_room, *rests
+        rest_specs = sorted(job.rest_specs.items())
+        extras = job.writes, followed, mesh, job.sent_room, *rest_specs
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
-    with _told_to_others():
+    with _reporting_to_others():
         tag = f"the stored record of graph{number}"
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
@@ -219,7 +219,7 @@ class Compilation:
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
-        self.at_rest: set[int] = set()  # inputs that are parameters of fxpar.shard
+        self.rest_inputs: set[int] = set()  # inputs that are parameters of fxpar.shard
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         self.request = _request_of(job, f"graph{number}")
@@ -260,10 +260,10 @@ class Compilation:
         compiled = None
         with (
             status_line.status_of(name, pipeline.STEP_NAMES, on=showing),
-            _told_to_others(),
+            _reporting_to_others(),
             refusing_data(gm),
             stage(TRACE),
-            _refused_alike() if job.open else contextlib.nullcontext(),
+            _refusing_open_sizes() if job.open else contextlib.nullcontext(),
         ):
             try:
                 with led:
@@ -287,7 +287,7 @@ class Compilation:
     def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
         """Return the program once rank 0 has compiled it; None if it could not be
         planned, which this rank then finds out for itself."""
-        with _told_to_others():
+        with _reporting_to_others():
             planned = known_programs.await_plan(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
                 return planned
@@ -330,7 +330,7 @@ class Compilation:
         try:
             return self._parallelized(gm)
         except Exception as error:
-            if not self.follows_plan or consensus.was_told(error):
+            if not self.follows_plan or consensus.is_known_to_all(error):
                 raise
             raise PlanMisfit(f"{type(error).__name__}: {error}") from error
 
@@ -349,14 +349,14 @@ class Compilation:
             restore_meta(gm.graph)
         axes = ranks.manual.axes if ranks.manual else ()
         boundaries = absorb(gm.graph, fake_mode, ranks.whole.mesh, axes)
-        self.at_rest = set(boundaries.inputs)
+        self.rest_inputs = set(boundaries.inputs)
         signature = read_signature(gm.graph, self._input, self._output)
         self._refuse_parts()
         request = self.request = self._planned_request(boundaries.declare(signature))
         if (
             job.rival is not None
             and options.replan is not None
-            and choose_plan.stands(
+            and choose_plan.is_still_right(
                 gm.graph, fake_mode, request, job.rival, options.replan
             )
         ):
@@ -414,7 +414,7 @@ class Compilation:
 
     def _refuse_parts(self) -> None:
         """Raise PlanError for a global value of parts of the batch in local mode."""
-        for i in sorted(self.at_rest) if self.ranks.manual is not None else ():
+        for i in sorted(self.rest_inputs) if self.ranks.manual is not None else ():
             if self.declared[i].kind == "input":
                 raise PlanError(
                     f"fxpar.global_value of {self.declared[i].name} is a value of "
@@ -434,17 +434,17 @@ class Compilation:
         if kind == "input":
             end = self.job.named_inputs[payload]
             if isinstance(end, StepInput):
-                return Input(end.name, end.kind, end.rest or whole, end.use)
+                return Input(end.name, end.kind, end.at_rest or whole, end.use)
             return Input(end.name, end.kind, whole)
-        rest = None if kind == "tangent" else whole
-        return Input(f"{kind}_{node.name}", kind, rest)
+        at_rest = None if kind == "tangent" else whole
+        return Input(f"{kind}_{node.name}", kind, at_rest)
 
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         if self.job.writes and kind == "mutation" and of is not None:
-            return Output(name, kind, of, self.declared[of].rest)
+            return Output(name, kind, of, self.declared[of].at_rest)
         rest_spec = None
         if kind == "output":
-            rest_spec = self.job.rests.get(int(name.removeprefix("output_")))
+            rest_spec = self.job.rest_specs.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
         return Output(name, kind, of, rest_spec, "even" if open_ended else "whole")
 
@@ -459,7 +459,7 @@ class Compilation:
             if not self.is_agreed:
                 return self._lower(graph, which, generate)
             forward = len(self.launches)
-            with _told_to_others(but=()):
+            with _reporting_to_others(but=()):
                 compiled = self._lower(graph, which, generate)
                 # Of a known plan, a rank may have it from AOTAutograd's cache.
                 if not self.follows_plan and self.plan and self.plan.collectives:
@@ -493,7 +493,7 @@ class Compilation:
             result,
             backward=which == "backward",
             gradients=self._gradients(graph) if which == "backward" else {},
-            at_rest=[self.declared[i].name for i in sorted(self.at_rest)],
+            at_rest=[self.declared[i].name for i in sorted(self.rest_inputs)],
         )
         even = result is None or result.decided.is_even
         if self.request.pipeline is None:  # whose ranks run different programs
@@ -509,7 +509,7 @@ class Compilation:
         return {
             i: place
             for i, end in enumerate(self.declared[:count])
-            if end.kind == "parameter" and i not in self.at_rest
+            if end.kind == "parameter" and i not in self.rest_inputs
             if (place := self.places[i]) is not None
         }
 
@@ -536,9 +536,9 @@ class Compilation:
         plan, notes, order = self.plan, self.job.notes, self.job.options.pipeline
         if plan is None:
             return None
-        if plan.stages and not self.job.writes and order not in ("auto", AUTO_APART):
+        if plan.stages and not self.job.writes and order not in ("auto", AUTO_SEPARATE):
             text = f"pipeline={order!r} is for fxpar.train_step: forward and backward "
-            text += f"are two calls here, so stages run {AUTO_APART!r}"
+            text += f"are two calls here, so stages run {AUTO_SEPARATE!r}"
             notes = (*notes, text)
         if self.sizes is not None:
             notes = (*notes, f"valid for {self.sizes.text}")
@@ -633,7 +633,9 @@ class Compilation:
         if self.job.writes:
             # Inputs of which each rank holds a part go by another kind.
             named_inputs = [
-                NamedInput(x.name, "part") if isinstance(x, StepInput) and x.rest else x
+                NamedInput(x.name, "part")
+                if isinstance(x, StepInput) and x.at_rest
+                else x
                 for x in self.job.named_inputs
             ]
             checks.append(partial(inputs.check_arguments, named_inputs))
@@ -653,7 +655,7 @@ def _request_of(job: CompileJob, name: str) -> Request:
     pipeline = "auto" if job.ranks.open else options.pipeline
     mesh, stages = split_off(job.ranks.mesh, pipeline)
     # Elsewhere than in a training step forward and backward are two calls.
-    schedule = options.pipeline if job.writes else AUTO_APART
+    schedule = options.pipeline if job.writes else AUTO_SEPARATE
     if stages is not None:
         whole = with_planned_axis(job.ranks.whole.mesh)
         stages = replace(stages, mesh=whole, schedule=schedule)
@@ -689,7 +691,7 @@ def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _told_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None]:
+def _reporting_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None]:
     """End the other ranks' wait for this one if it fails inside."""
     try:
         yield
@@ -701,14 +703,14 @@ def _told_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _refused_alike() -> Iterator[None]:
+def _refusing_open_sizes() -> Iterator[None]:
     """Turn a failure inside that other ranks do not know of into OpenSizesRefused."""
     try:
         yield
     except _OF_ALL:
         raise
     except Exception as error:
-        if consensus.was_told(error):
+        if consensus.is_known_to_all(error):
             raise
         raise OpenSizesRefused(refusal_of(error)) from error
 

@@ -27,9 +27,10 @@ def compose(what: str, *, where: str | None = None, fix: str | None = None) -> s
 
 
 class FxparError(RuntimeError):
-    """Is the base of all errors of fxpar. ``told``: whether every rank knows of it."""
+    """Is the base of all errors of fxpar. ``is_reported``: whether every rank knows of
+    it."""
 
-    told = False
+    is_reported = False
 
     def __init__(
         self, what: str, *, where: str | None = None, fix: str | None = None

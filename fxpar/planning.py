@@ -359,15 +359,15 @@ def plan_call(
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
         end = call.declare(kind, payload, node, input_specs)
         if kind == "parameter" and not shard:
-            return replace(end, rest=Spec.whole(node.meta["val"].dim()))
+            return replace(end, at_rest=Spec.whole(node.meta["val"].dim()))
         return end
 
     result_specs = specs_of(out_specs, call.result_count, "out_specs", "tensor results")
 
     def make_output(kind: str, name: str, of: int | None) -> Output:
         k = int(name.removeprefix("output_")) if kind == "output" else None
-        rest = result_specs[k] if k is not None else None
-        return Output(name, kind, of, rest)
+        at_rest = result_specs[k] if k is not None else None
+        return Output(name, kind, of, at_rest)
 
     signature = read_signature(module.graph, make_input, make_output)
     if not shard:
@@ -390,18 +390,18 @@ def plan_call(
     )
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
-    made_plan = result.plan
+    final_plan = result.plan
     if options.memory is not None:
-        made_plan = replace(made_plan, room=int(options.memory))
+        final_plan = replace(final_plan, room=int(options.memory))
     return TracedPlan(
-        **asdict_shallow(made_plan), result=result, call=call, module=module
+        **asdict_shallow(final_plan), result=result, call=call, module=module
     )
 
 
 def _gradients_as_parameters(signature: Signature) -> Signature:
     """Return the signature with the layout of each parameter given to its gradient."""
     outputs = (
-        replace(out, rest=signature.inputs[out.of].rest)
+        replace(out, at_rest=signature.inputs[out.of].at_rest)
         if out.kind == "gradient" and out.of is not None
         else out
         for out in signature.outputs

@@ -62,7 +62,7 @@ def printed(text: str, label: str) -> list[str]:
 
 
 def test_a_request_pickles() -> None:
-    inputs = (Input("x", rest=Spec("dp", None)), Input("w", "parameter"))
+    inputs = (Input("x", at_rest=Spec("dp", None)), Input("w", "parameter"))
     request = Request(
         MESH,
         Signature(inputs, (Output("output_0"),)),
@@ -75,7 +75,7 @@ def test_a_request_pickles() -> None:
         rank=1,
     )
     again = pickle.loads(pickle.dumps(request))
-    assert again == request and again.laid == request.laid
+    assert again == request and again.as_planned == request.as_planned
     plan = fxpar.plan(torch.relu, torch.ones(4), mesh=MESH, mode="propagate")
     of_plan = replace(request, mode=Plan.from_dict(plan.to_record()))
     assert pickle.loads(pickle.dumps(of_plan)).mode.hash == plan.hash

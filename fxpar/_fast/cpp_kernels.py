@@ -88,7 +88,7 @@ def libraries() -> contextlib.AbstractContextManager[Any]:
     alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        if _BEGUN.get() is not None and _goes_with_others(source_code):
+        if _BEGUN.get() is not None and _can_share_file(source_code):
             return CppKernel(tuple(argtypes), source_code)
         return alone(self, argtypes, source_code)
 
@@ -218,12 +218,12 @@ def compiled_here() -> dict[str, Any]:
     }
 
 
-def take_compiled(told: Mapping[str, Any]) -> None:
+def take_compiled(sent: Mapping[str, Any]) -> None:
     """Take over what ``compiled_here`` gave on another rank. Its libraries are used if
     both ranks are on one machine; ones whose file is not seen here are compiled."""
-    take_instructions(told["instructions"])
-    if told["machine"] == _machine():
-        places = {key: LibraryPlace(*place) for key, place in told["libraries"].items()}
+    take_instructions(sent["instructions"])
+    if sent["machine"] == _machine():
+        places = {key: LibraryPlace(*place) for key, place in sent["libraries"].items()}
         _LIBRARIES.update(places)
 
 
@@ -245,7 +245,7 @@ def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
     return best
 
 
-def probe_beside() -> None:
+def probe_in_background() -> None:
     """Begin to try vector instructions in another thread, so that Inductor, which asks
     for them late, need not wait. Does nothing where some are known to work, and outside
     of ``probes_remembered``: the two would try the same."""
@@ -267,7 +267,7 @@ def _machine() -> str:
     ).hexdigest()[:16]
 
 
-def _goes_with_others(source: str) -> bool:
+def _can_share_file(source: str) -> bool:
     """Return whether a kernel needs no header of its own, and defines no macro."""
     lines = (line.strip() for line in source.splitlines())
     says = (x for x in lines if x.startswith("#") and not x.startswith("#pragma"))

@@ -161,7 +161,7 @@ def _known(
         return ask(args)
     if skipped:
         form = replace(form, offset=form.offset + skipped)
-    return _made(form, mode, tensors)
+    return _rebuilt(form, mode, tensors)
 
 
 def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -223,7 +223,7 @@ def _key(
     first = len(parts)
     for arg in args:
         _add(arg, mode, parts, tensors)
-    if target in _RESHAPES and _is_row_spread(*args):
+    if target in _RESHAPES and _is_reshaped_row(*args):
         parts[first + _STRIDE] = None
     for name, arg in kwargs.items():
         parts.append(name)
@@ -233,7 +233,7 @@ def _key(
     return tuple(parts)
 
 
-def _is_row_spread(x: torch.Tensor, shape: Sequence[int]) -> bool:
+def _is_reshaped_row(x: torch.Tensor, shape: Sequence[int]) -> bool:
     """Return whether one row is viewed in another shape, whose strides do not depend on
     the length of the row that it was cut out of."""
     is_row = x.dim() == 2 and x.shape[0] == 1 and x.stride(1) == 1
@@ -313,7 +313,7 @@ def _form(value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
         raise _NotKnown
     forms = [_form_of(x, mode, tensors) for x in several]
     for x, form in zip(several, forms, strict=True):
-        if isinstance(form, _Form) and not _same(x, _tensor(form, mode, tensors)):
+        if isinstance(form, _Form) and not _is_same(x, _tensor(form, mode, tensors)):
             raise _NotKnown
     if several is not value:
         return forms[0]
@@ -344,7 +344,7 @@ def _device_of(x: Any) -> torch.device:
     return device
 
 
-def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether a tensor that was made equals the one that torch gave, but for
     data."""
     return (
@@ -357,12 +357,12 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     )
 
 
-def _made(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _rebuilt(form: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return new values of known forms."""
     if isinstance(form, _Form):
         return _tensor(form, mode, tensors)
     if isinstance(form, (list, tuple)):
-        return type(form)(_made(each, mode, tensors) for each in form)
+        return type(form)(_rebuilt(each, mode, tensors) for each in form)
     return form
 
 

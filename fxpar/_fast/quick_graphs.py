@@ -37,7 +37,7 @@ def quick_graphs() -> Iterator[None]:
     """Build graphs in less time inside."""
     with (
         _plain_arguments_unread(),
-        _names_parted_once(),
+        _names_split_once(),
         _plain_nodes_copied(),
         _graphs_looked_at_once(),
         _modules_lazy(),
@@ -55,12 +55,16 @@ class _Leaves:
 
     def tree_iter(self, tree: Any, is_leaf: Any = None) -> Iterable[Any]:
         args, kwargs = tree
-        if is_leaf is None and _all_plain(args) and _all_plain(kwargs.values()):
+        if (
+            is_leaf is None
+            and _has_only_plain(args)
+            and _has_only_plain(kwargs.values())
+        ):
             return ()
         return _pytree.tree_iter(tree, is_leaf)
 
 
-def _all_plain(values: Iterable[Any]) -> bool:
+def _has_only_plain(values: Iterable[Any]) -> bool:
     for x in values:
         kind = type(x)
         if kind not in LEAVES and not (
@@ -86,7 +90,7 @@ class _Remembered:
 _NAMES = 1 << 15
 
 
-def _names_parted_once() -> contextlib.AbstractContextManager[Any]:
+def _names_split_once() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a name is split into its word and number once, not for
     each copy of a graph."""
     regex: Any = vars(fx.graph)["_name_regex"]
@@ -102,7 +106,7 @@ def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:
     ) -> fx.Node:
         args = fx.node.map_arg(node.args, arg_transform)
         kwargs = fx.node.map_arg(node.kwargs, arg_transform)
-        is_plain = _all_plain(args) and _all_plain(kwargs.values())
+        is_plain = _has_only_plain(args) and _has_only_plain(kwargs.values())
         make = add_node if is_plain else fx.Graph.create_node
         copy = make(self, node.op, node.target, args, kwargs, node.name, node.type)
         copy.meta.update(node.meta)
@@ -135,16 +139,16 @@ def _is_well_formed(graph: Any) -> bool:
         if op == "call_function":
             if id(target) not in tables:
                 tables[id(target)] = table.get((op, target), ())
-            alike = tables[id(target)]
+            candidates = tables[id(target)]
             is_right = module is None or callable(target)
         else:
-            alike = table.get((op, None), ())
+            candidates = table.get((op, None), ())
             is_right = module is None or _is_there(module, op, target)
         if (
             not is_right
             or op not in _OPS
             or node.graph is not graph
-            or node not in alike
+            or node not in candidates
             or not seen.issuperset(node._input_nodes)
             or node.name in names
         ):

@@ -6,7 +6,6 @@ light.
 """
 
 from fxpar._torch import (
-    alike_layers,
     aot,
     checkpoints,
     cuda,
@@ -16,6 +15,7 @@ from fxpar._torch import (
     dynamo,
     fake,
     flat_regions,
+    identical_layers,
     inductor,
     inductor_lowerings,
     layer_regions,
@@ -25,15 +25,15 @@ from fxpar._torch import (
     nodes_by_target,
     objects,
     one_graph,
-    parts_apart,
     pipelining,
+    separate_parts,
     symbols,
     traced_once,
     version,
 )
 
 __all__ = [
-    "alike_layers",
+    "identical_layers",
     "aot",
     "checkpoints",
     "cuda",
@@ -52,7 +52,7 @@ __all__ = [
     "nodes_by_target",
     "objects",
     "one_graph",
-    "parts_apart",
+    "separate_parts",
     "pipelining",
     "symbols",
     "traced_once",

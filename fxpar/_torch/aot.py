@@ -19,7 +19,7 @@ from torch import fx
 from fxpar._fast.cpp_kernels import (
     BEHIND_ALL,
     kernels_in_libraries,
-    probe_beside,
+    probe_in_background,
     probes_remembered,
 )
 from fxpar._fast.inductor_shortcuts import unread_texts
@@ -321,12 +321,12 @@ def compile_fx(
     with (
         functorch_config.patch(settings),
         _views_recomputed(),
-        _objects_behind_generators(),
+        _objects_of_generators(),
         traced_once(repeated if takes("traced_once") else None),
         failures_unlogged(),
         calls_rewritten(),
         _backwards_repeatable(),
-        _shortcuts(inner is None and not any(map(_on_accelerator, examples))),
+        _shortcuts(inner is None and not any(map(_is_on_accelerator, examples))),
     ):
         compiled = inductor(
             gm,
@@ -354,7 +354,7 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
         values_known(),
     ):
         if with_kernels:
-            probe_beside()
+            probe_in_background()
         yield
 
 
@@ -371,7 +371,7 @@ def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(graph_compile, name, lambda *_: [])
 
 
-def _on_accelerator(x: Any) -> bool:
+def _is_on_accelerator(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type != "cpu"
 
 
@@ -403,7 +403,7 @@ def _views_recomputed() -> Any:
     return mock.patch.object(partitioners, "get_default_op_list", with_views)
 
 
-def _objects_behind_generators() -> Any:
+def _objects_of_generators() -> Any:
     """Return a context in which states of random generators that a forward saves come
     with its tensors. Before 2.14 AOTAutograd counts saved objects, as the DeviceMesh of
     a DTensor, from the end, but puts such states after them."""

@@ -23,7 +23,7 @@ from torch import fx
 NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
 
 
-def shares_memory(x: torch.Tensor, group: str) -> bool:
+def can_share_memory(x: torch.Tensor, group: str) -> bool:
     """Return whether the ranks of a group can use PyTorch's fused ops on symmetric
     memory: GPUs of one machine. Equal on all ranks of it."""
     if x.device.type != "cuda":

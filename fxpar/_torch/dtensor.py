@@ -35,7 +35,7 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def brings_mesh(x: Any) -> bool:
+def has_mesh_in_operands(x: Any) -> bool:
     """Return whether code that was compiled for ``x`` uses no mesh except the one that
     comes with its operands: not so for DTensors where (2.11) the mesh is kept with the
     code, whose process groups are those of the process that compiled it."""
@@ -265,18 +265,18 @@ def lay_out(x: DTensor, local: torch.Tensor, placements: Sequence[Any]) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def holds_plain(x: DTensor) -> bool:
+def has_plain_local(x: DTensor) -> bool:
     """Return whether the local tensor of a DTensor is plain: not quantized, for
     example."""
     return isinstance(x, CopiedView) or type(x._local_tensor) in _PLAIN
 
 
-def are_laid_out_alike(x: Any, y: DTensor) -> bool:
+def has_layout_of(x: Any, y: DTensor) -> bool:
     """Return whether ``x`` is a DTensor with the layout of ``y``: the same shape, mesh,
     placements, and local shape, strides and offset."""
     if not isinstance(x, DTensor) or isinstance(x, CopiedView) or x.shape != y.shape:
         return False
-    if not holds_plain(x):
+    if not has_plain_local(x):
         return False
     if (x.device_mesh, x.placements) != (y.device_mesh, y.placements):
         return False
@@ -319,10 +319,10 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
         if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
             return propagate(op, args, kwargs, info, cached)
         # Not where sizes or random numbers of a part alone would be wrong.
-        is_made = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
+        is_factory = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
         is_random = torch.Tag.nondeterministic_seeded in op.tags
         is_local = op in dispatcher._random_ops and args[0].is_contiguous()
-        if is_made or (is_random and not is_local):
+        if is_factory or (is_random and not is_local):
             return serve(op, args, kwargs)
         try:
             sharding = propagate(op, args, kwargs, info, cached)

@@ -368,7 +368,7 @@ def compile_inlined_only(fn: Callable[..., Any]) -> None:
     skip_code(fn.__code__)
 
 
-def lists_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
+def is_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
     """Return whether an attribute of a module is an RNN's list of its weights."""
     return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-def depends_on_data(x: Any) -> bool:
+def is_data_dependent(x: Any) -> bool:
     """Return whether the shape of a fake tensor, or a symbolic number, is known only
     once it is computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -27,7 +27,7 @@ def depends_on_data(x: Any) -> bool:
     return any(map(free_unbacked_symbols, (*x.shape, *x.stride())))
 
 
-def lies_by_data(x: torch.Tensor) -> bool:
+def has_open_offset(x: torch.Tensor) -> bool:
     """Return whether the offset of a fake tensor in its memory is known only once
     computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

@@ -19,7 +19,7 @@ from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
-from fxpar._torch.parts_apart import parts_apart
+from fxpar._torch.separate_parts import keep_parts_separate
 from fxpar._torch.version import own_version
 
 
@@ -142,7 +142,7 @@ def _in_order(
     with (
         config.patch(dict.fromkeys(names, False)),
         _read_after_writes(),
-        parts_apart(graphs),
+        keep_parts_separate(graphs),
         _keyed_by(text),
         kernels_in_libraries(),
         values_known(),
@@ -356,7 +356,7 @@ def invoke_subgraph() -> Any:
     return invoke_subgraph
 
 
-def calls_bodies() -> bool:
+def can_call_bodies() -> bool:
     """Return whether Inductor turns ``invoke_subgraph`` into a call of one function.
     With CUDA graphs (2.13) it does not see which ops of a body cannot be recorded."""
     from torch._inductor import config
@@ -370,7 +370,7 @@ def keep_strides(body: fx.Graph) -> None:
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
 
 
-def caches_disabled() -> bool:
+def is_cache_disabled() -> bool:
     """Return whether the user turned off all caches of torch."""
     from torch._inductor import config
 

@@ -5,7 +5,7 @@ In: a frame that Dynamo traces for a backend, with calls of the modules of a lis
 call one region; ``flat_regions`` turns it into the graph that tracing each layer gives.
 Dynamo can use a region again (``torch.compiler.nested_compile_region``) if the operands
 of a call are of the same kind; whether the layers are, it leaves to the user, and
-``alike_layers`` says. Never: a region for layers that cannot be one, or are of many
+``identical_layers`` says. Never: a region for layers that cannot be one, or are of many
 kinds, or on torch 2.11, which cannot use a region again: each of these is traced.
 """
 
@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpar._torch.alike_layers import (
+from fxpar._torch.dynamo import SERVED, is_served, trace_again
+from fxpar._torch.flat_regions import (
+    LINES,
+    RENAMED,
+    RenamedModules,
+    call_of_region,
+)
+from fxpar._torch.identical_layers import (
     LayerGuard,
     guards_on,
     has_own_calls,
@@ -31,13 +38,6 @@ from fxpar._torch.alike_layers import (
     reads_operands,
     reads_tensors,
     sources_moved_once,
-)
-from fxpar._torch.dynamo import SERVED, is_served, trace_again
-from fxpar._torch.flat_regions import (
-    LINES,
-    RENAMED,
-    RenamedModules,
-    call_of_region,
 )
 
 # Layers of one class in a list are regions if there are at least so many.
@@ -85,8 +85,8 @@ def _teach_dynamo() -> None:
     @functools.wraps(fits)
     def is_reusable(tx: Any, condition: Any, operands: Any, entry: Any) -> bool:
         with sources_moved_once():
-            alike = fits(tx, condition, operands, entry)
-        return alike and _trace_of(tx).fits(tx, operands, entry)
+            is_same_kind = fits(tx, condition, operands, entry)
+        return is_same_kind and _trace_of(tx).fits(tx, operands, entry)
 
     @functools.wraps(flattened)
     def build_input_fingerprint(tx: Any, args: Any, kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class _Trace:
             and not in_transform(tx)
             and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
-            and _repeats(tx, layer)
+            and _is_one_of_several(tx, layer)
             and not has_own_calls(layer.value)
         )
 
@@ -206,7 +206,7 @@ class _Trace:
                 is_region = True
                 _no_leaves(results, tx.fake_mode)
             else:
-                is_region = _distinct_tensors(results) and self._traced(tx, layer)
+                is_region = _has_distinct_tensors(results) and self._traced(tx, layer)
         except exc.RestartAnalysis:
             raise
         except Exception as error:  # whatever it is, it comes again without regions
@@ -344,7 +344,7 @@ def _is_plain(value: Any) -> bool:
     return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
 
 
-def _distinct_tensors(results: Any) -> bool:
+def _has_distinct_tensors(results: Any) -> bool:
     """Return whether a layer gives one plain tensor, or a tuple of several: what Dynamo
     gives for a region that is used again."""
     from torch._dynamo.variables import TupleVariable
@@ -373,7 +373,7 @@ def _no_leaves(results: Any, mode: Any) -> None:
                 meta["example_value"] = result.copy_(value)
 
 
-def _repeats(tx: Any, layer: Any) -> bool:
+def _is_one_of_several(tx: Any, layer: Any) -> bool:
     """Return whether a module of the user's own is one of several in a list of
     modules."""
     from torch._dynamo.source import NNModuleSource

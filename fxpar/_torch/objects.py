@@ -67,7 +67,7 @@ class TensorVersion:
     def of(x: torch.Tensor) -> TensorVersion:
         return TensorVersion(weakref.ref(x), version_of(x))
 
-    def stands(self, x: torch.Tensor) -> bool:
+    def is_current(self, x: torch.Tensor) -> bool:
         """Return whether ``x`` is that tensor, and was not written since."""
         return self.tensor() is x and self.writes == version_of(x)
 

@@ -122,13 +122,13 @@ def look_at(
     kind.is_checked = True
     kind.refused = (
         state() != before
-        or not _are_apart(outs, parts, kind.lasting)
-        or not may_be_copied(kind, values, conditions, 0)
+        or not _has_own_results(outs, parts, kind.lasting)
+        or not can_be_copied(kind, values, conditions, 0)
     )
     return outs
 
 
-def may_be_copied(
+def can_be_copied(
     kind: SegmentKind, values: Sequence[Any], conditions: Conditions, index: int
 ) -> bool:
     """Return whether each operand that the segment of this number writes to has memory
@@ -146,7 +146,7 @@ def may_be_copied(
     return True
 
 
-def _are_apart(
+def _has_own_results(
     outs: Sequence[Any], values: Sequence[Any], lasting: Sequence[bool]
 ) -> bool:
     """Return whether results are tensors of their own, or could be."""
@@ -154,8 +154,8 @@ def _are_apart(
         return False
     if any(x.requires_grad for x in (*outs, *values)):
         lasting = [False] * len(outs)
-    apart = [x for x, may in zip(outs, lasting, strict=True) if not may]
-    own = [memory_of(values_of.fake_of(x)) for x in apart]
+    separate = [x for x, may in zip(outs, lasting, strict=True) if not may]
+    own = [memory_of(values_of.fake_of(x)) for x in separate]
     others = {memory_of(values_of.fake_of(x)) for x in values}
-    is_view = any(x._is_view() for x in apart)
+    is_view = any(x._is_view() for x in separate)
     return not is_view and len(set(own)) == len(own) and not others.intersection(own)

@@ -39,7 +39,7 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     return size
 
 
-def makes_sizes(mode: Any) -> bool:
+def has_symbolic_sizes(mode: Any) -> bool:
     """Return whether a fake mode has sizes that depend on data."""
     return mode is not None and mode.shape_env is not None
 

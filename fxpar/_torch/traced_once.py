@@ -152,7 +152,7 @@ class _Segment:
         conditions = kinds_of.conditions_of(values, numbers)
         if conditions is None:
             return False
-        if not kinds_of.may_be_copied(kind, values, conditions, self.index):
+        if not kinds_of.can_be_copied(kind, values, conditions, self.index):
             return False
         if self.index == 0:
             traced.conditions = conditions

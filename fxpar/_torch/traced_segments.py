@@ -141,7 +141,7 @@ def _trace_forward(traced: TracedKind, operands: Sequence[Any], tracer: Any) -> 
     reads, nodes = kind.operands[0], kind.segments[0]
     leaves = traced.leaves = [_leaf(x, tracer) for x in operands]
     last, traced.begin = nodes_of.last_node(tracer.graph), values_of.last_number()
-    outer = {node: env.get(node) for node, _ in reads}
+    read_values = {node: env.get(node) for node, _ in reads}
     shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
     with torch.set_grad_enabled(traced.conditions.ambient.grad):
         for i, node in enumerate(nodes):
@@ -149,7 +149,7 @@ def _trace_forward(traced: TracedKind, operands: Sequence[Any], tracer: Any) -> 
             env.update(shared | own)
             traced.interpreter.run_by_itself(node)
     traced.outs = [env[nodes[i]] for i in kind.results]
-    env.update(outer)
+    env.update(read_values)
     _keep_lines(traced.outs)
     traced.end = values_of.last_number()
     traced.nodes = nodes_of.traced_since(last, tracer.graph)

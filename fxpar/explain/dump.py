@@ -163,7 +163,7 @@ def show_seconds(
         log.warning("%s: seconds until the %s is compiled\n%s", name, which, table)
 
 
-def _splits_nothing(plan: Plan) -> bool:
+def _is_repeated_silently(plan: Plan) -> bool:
     """Return whether ranks repeat a graph with parameters, and no note says so."""
     is_noted = any("repeat the same work" in note for note in plan.notes)
     if not plan.parameters or is_noted:
@@ -215,7 +215,7 @@ def report(
             warn(f"{name}: {note}")
     one_stage = plan.of_one_stage() if plan.stages else plan
     count = count * one_stage.mesh.size // plan.mesh.size
-    if count > 1 and _WHOLE not in warned and _splits_nothing(one_stage):
+    if count > 1 and _WHOLE not in warned and _is_repeated_silently(one_stage):
         warned.add(_WHOLE)
         whose = "all" if one_stage is plan else "in each stage all"
         text = f"{name}: {_WHOLE}, {whose} {count} ranks "
@@ -229,11 +229,11 @@ def report(
     # In local mode parts of the batch stay local: ``outside_graphs`` says what it
     # costs.
     if broken_at is not None and options.inputs == "global":
-        made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
+        gathered = [c for c in plan.collectives if c.source.startswith("output ")]
         text = (
             f"{name} ends in a graph break: its results become ordinary tensors, "
-            f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes "
-            f"gathered in {len(made_whole)} collectives)"
+            f"whole on every rank ({sum(c.bytes for c in gathered)} bytes "
+            f"gathered in {len(gathered)} collectives)"
         )
         fix = (
             "write a branch by data with torch.where or torch.cond, or move what "

@@ -107,7 +107,7 @@ class _ValueRow:
     # The spec that it settles in, which ops read or reshard.
     settled: Spec
     # The spec in which it is made.
-    made_spec: Spec
+    raw_spec: Spec
     # Index of the row that makes it.
     row: int = -1
     # Global shape; None where not known.
@@ -118,7 +118,7 @@ class _ValueRow:
     def plain(self, text: _Texts) -> list[Any]:
         """Return the data of the page for this value."""
         dtype = text(short_dtype(self.dtype)) if self.dtype else -1
-        specs = text(self.settled), text(self.made_spec)
+        specs = text(self.settled), text(self.raw_spec)
         return [text(self.name), dtype, self.shape, *specs, self.row]
 
 
@@ -225,14 +225,14 @@ def _op_row(
     """Return the row of an op, and note the specs, shapes and dtypes of its results."""
     n = len(node.operands)
     makes = []
-    for i, (made_spec, settled) in enumerate(
+    for i, (raw_spec, settled) in enumerate(
         zip(node.results, node.settled, strict=True)
     ):
         v = index.get(node.name if len(node.results) == 1 else f"{node.name}.{i}")
         if v is None:  # of a tuple with other results than tensors
             v = index[f"{node.name}.{i}"]
         value = values[v]
-        value.made_spec, value.settled = made_spec, settled
+        value.raw_spec, value.settled = raw_spec, settled
         value.shape, value.dtype = node.shapes[n + i], node.dtypes[n + i]
         makes.append(v)
     split = ", ".join(f"{f} over {'+'.join(axes)}" for f, axes in node.factors if axes)
@@ -254,7 +254,7 @@ def _input_rows(
             if v is not None:
                 kinds[program.values[v].name] = declared.kind
         for value, program_value in zip(values, program.values, strict=True):
-            value.made_spec = decision.edges.specs[program_value.index]
+            value.raw_spec = decision.edges.specs[program_value.index]
             value.shape = program_value.shape
             value.dtype = str(program_value.dtype).removeprefix("torch.")
     rows = []
@@ -350,7 +350,7 @@ def _tree(page: _Page) -> list[ModuleGroup | int]:
     keys = []
     for number, row in enumerate(page.rows):
         values = [page.values[v] for v in row.makes]
-        results = tuple((v.made_spec, v.settled, v.shape, v.dtype) for v in values)
+        results = tuple((v.raw_spec, v.settled, v.shape, v.dtype) for v in values)
         reads = tuple(spec for _, spec in row.reads)
         short = row.name.rpartition(".")[2] if row.op in _GROUPS else ""
         keys.append((row.op, short, reads, results, tuple(edges[number])))
@@ -361,7 +361,7 @@ def _plain(item: ModuleGroup | int) -> Any:
     """Return the data of the page for an item of the tree."""
     if isinstance(item, int):
         return item
-    return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]
+    return [item.label, int(item.is_repeated), [_plain(inner) for inner in item.items]]
 
 
 def _step(timeline: Any) -> list[float] | None:

@@ -15,14 +15,15 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Is a module, or, where ``alike`` is set, neighbouring layers that do the same."""
+    """Is a module, or, where ``is_repeated`` is set, neighbouring layers that do the
+    same."""
 
     # The module's name; for several the first and the last.
     label: str
     # Groups and rows within, in order.
     items: tuple[ModuleGroup | int, ...]
     # Whether the items are neighbouring layers that do the same.
-    alike: bool = False
+    is_repeated: bool = False
 
 
 def tree(
@@ -101,7 +102,7 @@ def _runs(
             and len(members) > 1
         ):
             yield ModuleGroup(
-                f"{first.label} … {last.label}", tuple(members), alike=True
+                f"{first.label} … {last.label}", tuple(members), is_repeated=True
             )
         else:
             yield from members

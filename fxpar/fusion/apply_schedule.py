@@ -25,7 +25,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.unlike_shards import close, has_unlike_shards, is_closed
+from fxpar.fusion.uneven_ops import close, has_uneven_ops, is_closed
 from fxpar.fusion.verbs import (
     balance,
     fuse_nodes,
@@ -310,7 +310,7 @@ def opened(
     build = Builder(copy, _fake_mode(copy), mesh)
     was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
-    if has_unlike_shards(copy):
+    if has_uneven_ops(copy):
         close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
     ordered = node_legality.number(copy)

@@ -44,7 +44,7 @@ from fxpar.fusion.schedule_attempts import (
     is_better,
 )
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
-from fxpar.fusion.unlike_shards import UnlikeOp, closed
+from fxpar.fusion.uneven_ops import UnevenOp, closed
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.overlap_attention import rings_of
@@ -102,11 +102,11 @@ class Chosen:
     # Bytes of memory, before and after.
     peak: tuple[int, int]
     # Near misses, each with the reason.
-    near: tuple[str, ...] = ()
+    near_misses: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[Schedule, ...] = ()
     # Number of ops on unequal shards, which stay as they are.
-    unlike: int = 0
+    uneven_ops: int = 0
     # The simulation of the schedule; None if it was not kept.
     run: SimulatedRun | None = None
 
@@ -118,8 +118,8 @@ class Chosen:
             f"schedule: with it a step takes {difference(then, seconds, short_seconds)}"
             f" and a rank holds {difference(after, peak, short_bytes)}"
         )
-        stay = f"schedule: {self.unlike} ops on unequal shards stay as they are"
-        return (saved,) * bool(self.schedule) + (stay,) * bool(self.unlike)
+        stay = f"schedule: {self.uneven_ops} ops on unequal shards stay as they are"
+        return (saved,) * bool(self.schedule) + (stay,) * bool(self.uneven_ops)
 
 
 def choose_or_warn(
@@ -178,9 +178,9 @@ def choose(
         apply(state.schedule, graph, state.mesh) if state.schedule.lines else graph,
         (before.seconds, state.now.seconds),
         (before.peak_bytes, state.now.peak_bytes),
-        tuple(dict.fromkeys(state.near)),
+        tuple(dict.fromkeys(state.near_misses)),
         state.others(),
-        sum(isinstance(node.target, UnlikeOp) for node in graph.nodes),
+        sum(isinstance(node.target, UnevenOp) for node in graph.nodes),
         state.run,
     )
 
@@ -213,7 +213,9 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     if best != state.schedule:
         return False
     stay = fewer.layers - fewer.removed
-    state.near += [f"with {stay} of {fewer.layers} layers: {near}" for near in few.near]
+    state.near_misses += [
+        f"with {stay} of {fewer.layers} layers: {miss}" for miss in few.near_misses
+    ]
     state.left += [each for each in others if each != best]
     return True
 
@@ -227,7 +229,7 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
         for case in cases:
             graph = state.graph(case) if case else state.first
             cuts, left = candidates(graph, state.mesh, axes, state.hardware)
-            state.near += left
+            state.near_misses += left
             for some in alternatives(cuts):
                 split.update(node.name for one in some for node in one.split)
                 lines = case + lines_of(some, len(case.lines))

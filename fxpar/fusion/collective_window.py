@@ -34,7 +34,7 @@ from fxpar.sharding.spec import Spec
 
 # Nodes looked at before and after a collective; nodes taken at most before it, after a
 # gather, and after any other.
-_FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
+_FAR, _MOST, _READERS, _OTHERS = 200, 32, 32, 8
 
 # Passes that move collectives of parameters, which all seem to be in a window.
 _OUTSIDE = ("bucket", "prefetch")
@@ -172,8 +172,8 @@ def window(
     backward: nodes of the backward; a window is of the forward or of the backward.
     both: take as many nodes after any collective as after a gather.
     """
-    most = _READERS if both or node.target is collective_nodes.all_gather else _REST
-    members = _before(node, backward) | _behind(node, backward, most)
+    most = _READERS if both or node.target is collective_nodes.all_gather else _OTHERS
+    members = _before(node, backward) | _after(node, backward, most)
     # The results of a region are read through its getitems alone.
     regions = [m for m in members if isinstance(m.target, CallableRegion)]
     members |= {item for region in regions for item in region.users}
@@ -224,13 +224,13 @@ def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
         if at.op in ("root", "placeholder"):
             break
         alone = bool(at.users) and members.issuperset(at.users)
-        if alone and _may_join(at, node, backward) and len(members) < _MOST:
+        if alone and _can_join(at, node, backward) and len(members) < _MOST:
             members.add(at)
         at = at.prev
     return members
 
 
-def _behind(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
+def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
     """Return the collective, and the ops computed from it up to the next collectives;
     with those of them over other axes, since both can run at once. No path leaves the
     set and enters it again."""
@@ -243,8 +243,10 @@ def _behind(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.N
             outside.add(at)
         elif not members.isdisjoint(read):
             room = (at in backward) == (node in backward) and len(members) < most
-            ends = at.target in _MOVED and _apart(at, collective_nodes.axes_of(node))
-            joins = _may_join(at, node, backward)
+            ends = at.target in _MOVED and _is_disjoint(
+                at, collective_nodes.axes_of(node)
+            )
+            joins = _can_join(at, node, backward)
             if room and (joins or ends):
                 members.add(at)
             if not (room and joins):
@@ -253,11 +255,11 @@ def _behind(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.N
     return members
 
 
-def _apart(at: fx.Node, axes: tuple[str, ...]) -> bool:
+def _is_disjoint(at: fx.Node, axes: tuple[str, ...]) -> bool:
     return set(axes).isdisjoint(collective_nodes.axes_of(at))
 
 
-def _may_join(at: fx.Node, node: fx.Node, backward: Collection[fx.Node]) -> bool:
+def _can_join(at: fx.Node, node: fx.Node, backward: Collection[fx.Node]) -> bool:
     same = (at in backward) == (node in backward)
     return (
         same

@@ -96,9 +96,9 @@ def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
     most = max(early, key=lambda row: len(row.nodes), default=None)
     if most is None:
         return None
-    behind = rows[rows.index(most) + 1 :]
+    later_rows = rows[rows.index(most) + 1 :]
     for distance in most.distances:
-        cuts = _cuts(most, distance, behind, backward)
+        cuts = _cuts(most, distance, later_rows, backward)
         shorter = cuts and _without(graph, cuts)
         if cuts and shorter:
             removed = (cuts[0].end - cuts[0].begin) // distance
@@ -110,7 +110,7 @@ def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
 def _cuts(
     most: RowOfLayers,
     distance: int,
-    behind: Sequence[RowOfLayers],
+    later_rows: Sequence[RowOfLayers],
     backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
     """Return the middle of a row, and the parts of later rows that read it. None if the
@@ -122,7 +122,7 @@ def _cuts(
     cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
     left_out = set(cuts[0].left_out)
     own = _read_there_alone(most.nodes, left_out, backward)
-    for row in behind:
+    for row in later_rows:
         reads = [i for i, n in enumerate(row.nodes) if _reads(n, left_out, own)]
         if not reads:
             continue
@@ -146,8 +146,8 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
     ):
         row = labels[begin:end]
         shorter = (d for d in range(1, distance) if distance % d == 0)
-        alike = (d for d in shorter if np.array_equal(row[d:], row[:-d]))
-        yield RowOfLayers(tuple(calls[begin:end]), (*alike, distance))
+        periods = (d for d in shorter if np.array_equal(row[d:], row[:-d]))
+        yield RowOfLayers(tuple(calls[begin:end]), (*periods, distance))
 
 
 def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:

@@ -74,7 +74,7 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     rank."""
     args: Any = reduced.args
     source, dim, op = args[0], args[1], args[2]
-    product = _behind_reshapes(source)
+    product = _before_reshapes(source)
     shape = list(source.meta["val"].shape)
     if starts != (product,) or product.target is not aten.mm.default:
         why = "does not reduce the rows of a product of two matrices"
@@ -104,7 +104,7 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
     return build.call(target, *args, edit.mesh.count(axes), group_name(edit.mesh, axes))
 
 
-def _behind_reshapes(node: fx.Node) -> Any:
+def _before_reshapes(node: fx.Node) -> Any:
     """Return the value before reshapes that keep the last dim: the same rows, in
     order."""
     while op_facts_of(node.target).reshapes:
@@ -118,16 +118,16 @@ def _behind_reshapes(node: fx.Node) -> Any:
 def _weight(end: fx.Node, gather: fx.Node) -> Any:
     """Return the matrix that a product multiplies the gathered value with."""
     args: Any = end.args
-    if end.target is not aten.mm.default or _behind_reshapes(args[0]) is not gather:
+    if end.target is not aten.mm.default or _before_reshapes(args[0]) is not gather:
         raise refuse(
             "overlap", end, f"is no product of the rows of {gather.name} with a matrix"
         )
-    if _depends(args[1], gather):
+    if _is_computed_from(args[1], gather):
         raise refuse("overlap", end, f"has {gather.name} on both sides")
     return args[1]
 
 
-def _depends(node: fx.Node, on: fx.Node) -> bool:
+def _is_computed_from(node: fx.Node, on: fx.Node) -> bool:
     seen, pending = set[fx.Node](), [node]
     while pending:
         at = pending.pop()

@@ -22,8 +22,8 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
-from fxpar.passes.attention.local_attention import laid_out
-from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
+from fxpar.passes.attention.local_attention import restrided
+from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import user_line
 
@@ -86,7 +86,7 @@ class _Tracer:
             return value_of(node.args[0])[node.args[1]]
         if collective_nodes.is_step(node) or not _is_op(node):
             return node.meta.get("val")
-        if not _by_strides(node) and not takes_from_generator(node):
+        if not _is_by_strides(node) and not is_drawn_from_generator(node):
             args = value_of(node.args), value_of(node.kwargs)
             try:
                 return known_values.result(self.build.fake_mode, node.target, *args)
@@ -103,10 +103,10 @@ class _Tracer:
             like = self.was[operand]
             if operand not in self._copies:
                 with self.build.before(node):
-                    self._copies[operand] = laid_out(self.build, operand, like)
+                    self._copies[operand] = restrided(self.build, operand, like)
             copy = self._copies[operand]
             dense = copy.meta["val"].stride() == like.stride()
-            if _by_strides(node) and not dense:
+            if _is_by_strides(node) and not dense:
                 raise ScheduleError(
                     f"{node.name} reads {operand.name} by strides that skip memory",
                     where=user_line(node),
@@ -127,7 +127,7 @@ class _Tracer:
         return tuple(value_of(graph.output_node().args[0]))
 
 
-def _by_strides(node: fx.Node) -> bool:
+def _is_by_strides(node: fx.Node) -> bool:
     return op_facts_of(node.target).by_strides
 
 

@@ -29,7 +29,7 @@ from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
-from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def is_message(node: fx.Node) -> bool:
     return node.target in collective_nodes.MESSAGES
 
 
-def _sends_rows(node: fx.Node) -> bool:
+def _is_row_exchange(node: fx.Node) -> bool:
     """Return whether ranks exchange exact numbers of rows, which the host waits for."""
     return node.target in EXACT
 
@@ -81,7 +81,7 @@ def communicates(node: fx.Node) -> bool:
     return node.target not in _SILENT and op_facts_of(node.target).communicates
 
 
-def _writes(node: fx.Node) -> bool:
+def _is_write(node: fx.Node) -> bool:
     return op_facts_of(node.target).mutates
 
 
@@ -91,7 +91,7 @@ def is_fresh(node: fx.Node) -> bool:
     return op_facts_of(node.target).constant == "filled"
 
 
-def _over_what_others_see(node: fx.Node) -> bool:
+def _is_over_shared_memory(node: fx.Node) -> bool:
     if node.target is not collective_nodes.recv:
         return False
     buffer = node.all_input_nodes[0]
@@ -99,7 +99,7 @@ def _over_what_others_see(node: fx.Node) -> bool:
     return not unshared or list(buffer.users) != [node]
 
 
-def _holds_graphs(node: fx.Node) -> bool:
+def _has_opaque_graphs(node: fx.Node) -> bool:
     """Return whether an op runs graphs of which nothing is known, or which do more than
     give values."""
     higher = getattr(node.target, "namespace", "") == "higher_order"
@@ -107,7 +107,7 @@ def _holds_graphs(node: fx.Node) -> bool:
     if higher and any("val" not in n.meta for n in graphs):
         return True
     inside = (n for body in bodies_of(node) for n in all_nodes(body.graph))
-    return any(communicates(n) or _writes(n) for n in inside)
+    return any(communicates(n) or _is_write(n) for n in inside)
 
 
 def _is_no_op(node: fx.Node) -> bool:
@@ -123,17 +123,17 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
         "all_gather_into_tensor, all_to_all_single, isend, irecv",
     ),
     (
-        _writes,
+        _is_write,
         "writes to its operand in place, so that nothing could be moved past it",
         "trace torch.func.functionalize(fn) instead of fn",
     ),
     (
-        _over_what_others_see,
+        _is_over_shared_memory,
         "writes to memory that other values share",
         "receive into a fresh torch.empty that nothing else reads",
     ),
     (
-        _holds_graphs,
+        _has_opaque_graphs,
         "runs graphs of its own, which no verb edits",
         "trace what it does without it",
     ),
@@ -157,10 +157,10 @@ _NUMBER = "fxpar_order"
 # kind -> (which nodes, what a verb that moves one would do)
 _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
     "draw": (
-        takes_from_generator,
+        is_drawn_from_generator,
         "would draw random numbers in another order",
     ),
-    "exchange": (_sends_rows, "would send rows in another order"),
+    "exchange": (_is_row_exchange, "would send rows in another order"),
     "message": (is_message, "would send or receive in another order"),
 }
 

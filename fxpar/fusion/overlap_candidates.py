@@ -30,7 +30,7 @@ from fxpar.fusion.verbs.overlap import between
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import bytes_of, contracts, is_view, kernel_seconds
+from fxpar.sharding.cost.op import bytes_of, is_contraction, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
 
 
@@ -56,13 +56,13 @@ def halo_candidates(
         lines[window.form].append(line)
         windows.setdefault(window.form, window)
     out = []
-    for form, alike in lines.items():
+    for form, same_form in lines.items():
         before, after = (
             windows[form].seconds(schedule, mesh, hardware)
-            for schedule in (Schedule(), Schedule(tuple(alike[:1])))
+            for schedule in (Schedule(), Schedule(tuple(same_form[:1])))
         )
         if after < before:
-            out.append(HaloCandidate(Schedule(tuple(alike)), before - after))
+            out.append(HaloCandidate(Schedule(tuple(same_form)), before - after))
     return out
 
 
@@ -130,7 +130,7 @@ class Machine:
         op."""
         if collective_nodes.is_step(node):
             return 0.0
-        launch = self.hardware.launch if contracts(node.target) else 0.0
+        launch = self.hardware.launch if is_contraction(node.target) else 0.0
         return launch + kernel_seconds(node, self.hardware, 1 / parts)
 
     def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
@@ -328,9 +328,9 @@ def _at_least(
     for the first or last part of the other; or the longest of the collectives within
     the region does."""
     work = sum(machine.work(node, parts) for node in region)
-    beside = machine.hardware.beside * hop
+    slowed = machine.hardware.beside * hop
     stages = machine.stages(region, parts)
-    alone = max(hops * hop + work, parts * work + hops * beside + (hop - beside))
+    alone = max(hops * hop + work, parts * work + hops * slowed + (hop - slowed))
     return max(alone + sum(stages), parts * max(stages, default=0.0) + work)
 
 
@@ -346,7 +346,7 @@ def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
     collective)."""
     before = _leading(node)
     for i, start in enumerate(reversed(before)):
-        if contracts(start.target):
+        if is_contraction(start.target):
             yield start.name, before[len(before) - 1 - i :]
 
 
@@ -365,31 +365,31 @@ def _leading(node: fx.Node) -> list[fx.Node]:
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     """Yield (names of the last readers of a gather, the nodes from the gather to
     them)."""
-    near = _near(node)
-    if near:
-        yield tuple(n.name for n in near), near
-    if len(near) > 1:
-        for one in near:
+    neighbors = _neighbors(node)
+    if neighbors:
+        yield tuple(n.name for n in neighbors), neighbors
+    if len(neighbors) > 1:
+        for one in neighbors:
             yield (one.name,), [one]
     region = _following(node)
     inside = set(region)
     last = [n for n in region if any(u not in inside for u in n.users)]
-    products = any(contracts(n.target) for n in region)
-    if products and last and last != near and len(region) <= _LONG:
+    products = any(is_contraction(n.target) for n in region)
+    if products and last and last != neighbors and len(region) <= _LONG:
         yield tuple(n.name for n in last), region
-    for one, other in pairwise(near):
-        if len(near) > 2:
+    for one, other in pairwise(neighbors):
+        if len(neighbors) > 2:
             yield (one.name, other.name), [one, other]
     for end in _beyond(node):
         yield (end.name,), _between(node, end)
 
 
-def _near(node: fx.Node) -> list[fx.Node]:
+def _neighbors(node: fx.Node) -> list[fx.Node]:
     """Return the products that read the gathered value, directly or through views."""
     ends, pending = set[fx.Node](), list(node.users)
     while pending:
         user = pending.pop()
-        if contracts(user.target):
+        if is_contraction(user.target):
             ends.add(user)
         elif user.op == "call_function" and is_view(user):
             pending += user.users
@@ -409,17 +409,17 @@ def _following(node: fx.Node) -> list[fx.Node]:
 def _beyond(node: fx.Node) -> list[fx.Node]:
     """Return the collectives that read what is computed from a gather: in a window,
     those over other axes."""
-    behind = {node, *_following(node)}
-    users = {user for one in behind for user in one.users}
+    followers = {node, *_following(node)}
+    users = {user for one in followers for user in one.users}
     return sorted(user for user in users if user.target in collective_nodes.COLLECTIVE)
 
 
 def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
     """Return the nodes that lead from a gather to a node, which is the last of them."""
-    behind = set(_following(node))
+    followers = set(_following(node))
     members, pending = {end}, [end]
     while pending:
-        readers = behind.intersection(pending.pop().all_input_nodes) - members
+        readers = followers.intersection(pending.pop().all_input_nodes) - members
         members |= readers
         pending += sorted(readers)
     return sorted(members)

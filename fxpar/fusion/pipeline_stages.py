@@ -85,7 +85,7 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
                 fix=f"stages are 0 to {len(edits) - 1}",
             )
         return bare, [edits[stage]]
-    stages = [edit for edit in edits if _has(edit, bare)]
+    stages = [edit for edit in edits if _has_nodes_of(edit, bare)]
     if not stages:
         raise ScheduleError(
             f"no stage has all nodes that this line names: {line}",
@@ -94,7 +94,7 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
     return bare, stages
 
 
-def _has(edit: Edit, line: Line) -> bool:
+def _has_nodes_of(edit: Edit, line: Line) -> bool:
     """Return whether a graph has all nodes that a line names, or the message."""
     options = dict(line.options)
     if not line.arguments:

@@ -17,7 +17,7 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import parted, regather
+from fxpar.passes.order.forward_backward import regather, split_phases
 from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
@@ -54,9 +54,9 @@ class Attempts:
     """Holds the schedule so far and the timeline of a step with it, and tries others.
 
     ``simulated``: the timeline with each schedule that may be tried on the mesh;
-    ``left``: others that may, by the seconds of a step with fewer layers; ``near``:
-    notes on near misses. ``keep_gathered``: the backward gathers no parameters again;
-    ``gathers``: whether parameters are gathered at all.
+    ``left``: others that may, by the seconds of a step with fewer layers;
+    ``near_misses``: notes on near misses. ``keep_gathered``: the backward gathers no
+    parameters again; ``gathers``: whether parameters are gathered at all.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Attempts:
         self.keep_gathered = keep_gathered
         self.gathers = any(x.meta.get("fxpar_parameter") for x in graph.nodes)
         self.machine = Machine(mesh, hardware)
-        self.near: list[str] = []
+        self.near_misses: list[str] = []
         self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
@@ -137,7 +137,7 @@ class Attempts:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
             if not self.keep_gathered:
                 regather(lowered)
-            self._last = schedule.lines, Orders(parted(lowered))
+            self._last = schedule.lines, Orders(split_phases(lowered))
             self._reader = PhaseReader()
         return self._last[1]
 
@@ -149,11 +149,11 @@ class Attempts:
         except Unexpected:
             raise
         except ScheduleError as error:
-            self.near.append(f"{what}: {error.what}")
+            self.near_misses.append(f"{what}: {error.what}")
             return None
         self.simulated[schedule] = then
         if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
-            self.near.append(
+            self.near_misses.append(
                 f"{what}: a step would take "
                 f"{difference(then.seconds, self.now.seconds, short_seconds)}, a rank "
                 f"hold {difference(then.peak_bytes, self.now.peak_bytes, short_bytes)}"

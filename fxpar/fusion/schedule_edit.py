@@ -71,14 +71,14 @@ class Edit:
         node = self._index.get(target.name if target is not None else name)
         if node is not None and target in (None, node):
             return node
-        near = [
+        similar = [
             candidate
             for candidate in self._index
             if name.rstrip("_0123456789") in candidate
         ]
         raise ScheduleError(
             f"the graph has no node named {name!r}",
-            fix=f"names are such as {(near or list(self._index))[:5]}",
+            fix=f"names are such as {(similar or list(self._index))[:5]}",
         )
 
     def look(self) -> None:

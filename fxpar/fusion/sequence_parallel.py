@@ -175,7 +175,7 @@ def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
 
 
 # A region is a near miss if it saves more than this share of its cost.
-_NEAR = 0.5
+_NEAR_MISS = 0.5
 
 
 def alternatives(cuts: Sequence[SliceCut]) -> list[tuple[SliceCut, ...]]:
@@ -216,21 +216,21 @@ def candidates(
     every = [cut(rows, prices, split=True) for one, rows in cuts if one.unsplit]
     paying += [one for one in every if one.sliced]
     starts = {node for one in paying for node in one.starts}
-    near = []
+    near_misses = []
     for one, rows in cuts:
         work, longer = at_most(rows, prices)
         if (
             one not in paying
             and starts.isdisjoint(rows.reduced)
-            and work > _NEAR * longer
+            and work > _NEAR_MISS * longer
         ):
-            near.append(
+            near_misses.append(
                 f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
                 f"and {len(rows.ops)} ops run on slices, which saves "
                 f"{work * 1e6:.4g} us of them and takes {longer * 1e6:.4g} us more of "
                 f"communication"
             )
-    return paying, near
+    return paying, near_misses
 
 
 def _saved(pair: tuple[SliceCut, Rows]) -> float:

@@ -34,7 +34,7 @@ from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,
-    expressible,
+    is_expressible,
     operand_spec,
     project,
     result_spec,
@@ -86,12 +86,12 @@ class Cutter:
         pull: Collection[fx.Node] = (),
         cut: Callable[[fx.Node, int], fx.Node] | None = None,
         grain: int = 1,
-        apart: Axes = (),
+        outside_axes: Axes = (),
     ) -> None:
         self.build, self.axes, self.varies, self.pull = build, axes, varies, pull
         self.cut = cut or self._cut
         self.grain = grain
-        self.apart = {*axes, *apart}
+        self.outside_axes = {*axes, *outside_axes}
         self.pulled: dict[fx.Node, fx.Node] = {}
         self._rules = RuleReader()
         self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -161,7 +161,9 @@ class Cutter:
         if rule.size[factor] % self.grain:
             raise Refused("would cut through the parts that slices are made of")
         assignment = {factor: self.axes}
-        if not all(expressible(t, assignment, rule.size, mesh) for t in rule.tensors):
+        if not all(
+            is_expressible(t, assignment, rule.size, mesh) for t in rule.tensors
+        ):
             raise Refused("would not have contiguous slices")
         return Strategy(((factor, self.axes),))
 
@@ -280,7 +282,7 @@ class Cutter:
         part = parts[source]
         if node.target in collective_nodes.MESSAGES:
             raise Refused("is a message, which both stages must change (share)")
-        if self.apart.intersection(collective_nodes.axes_of(node)):
+        if self.outside_axes.intersection(collective_nodes.axes_of(node)):
             raise Refused("communicates along the same axes")
         if part.dim in collective_nodes.changed_dims(node):
             raise Refused("moves the dim that is sliced")

@@ -25,7 +25,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import expressible, project
+from fxpar.sharding.strategy import is_expressible, project
 
 Axes = tuple[str, ...]
 Token = tuple[fx.Node, int]  # a value and one of its dims
@@ -58,19 +58,19 @@ class _Sets:
 
     def __init__(self) -> None:
         self._number: dict[Token, int] = {}
-        self._above: list[int] = []
+        self._parent: list[int] = []
 
     def find(self, token: Token) -> int:
-        i = self._number.setdefault(token, len(self._above))
-        if i == len(self._above):
-            self._above.append(i)
-        while self._above[i] != i:
-            self._above[i] = self._above[self._above[i]]
-            i = self._above[i]
+        i = self._number.setdefault(token, len(self._parent))
+        if i == len(self._parent):
+            self._parent.append(i)
+        while self._parent[i] != i:
+            self._parent[i] = self._parent[self._parent[i]]
+            i = self._parent[i]
         return i
 
     def join(self, one: Token, other: Token) -> None:
-        self._above[self.find(other)] = self.find(one)
+        self._parent[self.find(other)] = self.find(one)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _tie(
     """Return the tokens that slices along the factor cut; None if the op cannot run on
     them."""
     if not all(
-        expressible(dims, {factor: axes}, rule.size, mesh) for dims in rule.tensors
+        is_expressible(dims, {factor: axes}, rule.size, mesh) for dims in rule.tensors
     ):
         return None
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar._fast import known_values
-from fxpar._torch import parts_apart
+from fxpar._torch import separate_parts
 from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
@@ -41,7 +41,7 @@ _NEUTRAL: dict[Any, int] = {
 # Keys of ``meta`` in a program in stages: the stage of a node
 # (``stage_kinds.StageHome``), the place where it runs (``lay_out_stages``), and its
 # part of the batch (``microbatches``).
-STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", parts_apart.PART
+STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", separate_parts.PART
 
 # Keys of ``meta`` that a rewritten node keeps from the node it comes from.
 PROVENANCE = (
@@ -123,12 +123,12 @@ class Builder:
     def at(self, origin: fx.Node, notes_from: fx.Node | None = None) -> Iterator[None]:
         """Give nodes made inside the provenance of ``origin`` and fxpar's notes of
         ``notes_from`` (default: ``origin`` too)."""
-        outer = self._origin, self._notes_from
+        saved = self._origin, self._notes_from
         self._origin, self._notes_from = origin, notes_from or origin
         try:
             yield
         finally:
-            self._origin, self._notes_from = outer
+            self._origin, self._notes_from = saved
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:

@@ -180,7 +180,7 @@ class Cut:
     # The axes of each dim after it.
     after: tuple[Axes, ...]
     # Dims that are split evenly, whatever the shares of axes.
-    alike: tuple[int, ...] = ()
+    even_dims: tuple[int, ...] = ()
 
     def is_even(self, mesh: Mesh) -> bool:
         """Return whether all dims are split evenly, before and after."""
@@ -189,7 +189,7 @@ class Cut:
     def is_even_in(self, mesh: Mesh, d: int) -> bool:
         """Return whether a dim is split evenly, before and after."""
         pair = self.before[d], self.after[d]
-        return d in self.alike or all(
+        return d in self.even_dims or all(
             shard_sizes.is_even(self.shape[d], mesh, axes) for axes in pair
         )
 
@@ -197,7 +197,7 @@ class Cut:
         """Return the shape of the largest shard after the step."""
         return [
             rows // mesh.count(axes)
-            if d in self.alike
+            if d in self.even_dims
             else shard_sizes.largest(rows, mesh, axes)
             for d, (rows, axes) in enumerate(zip(self.shape, self.after, strict=True))
         ]
@@ -206,7 +206,7 @@ class Cut:
     def fields(self) -> tuple[Any, ...]:
         """Return the fields as a step's node keeps them (``kwargs["cut"]``)."""
         fields = self.shape, self.before, self.after
-        return (*fields, self.alike) if self.alike else fields
+        return (*fields, self.even_dims) if self.even_dims else fields
 
 
 def cut_of(node: fx.Node) -> Cut | None:

@@ -291,8 +291,8 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
 
 @torch.library.register_fake("fxpar::to_local")
 def _(x, spec, mesh, reduce):
-    lies, rank = Spec.parse(spec), rank_here()
-    return x.new_empty(lies.rank_shape(Mesh.parse(mesh), x.shape, rank))
+    layout, rank = Spec.parse(spec), rank_here()
+    return x.new_empty(layout.rank_shape(Mesh.parse(mesh), x.shape, rank))
 
 
 def refuse_sparse(gradient: torch.Tensor) -> None:
@@ -410,7 +410,7 @@ def _(x, ws, dim, count, group):
     results = _joined("gather", x, ws, dim, count, group)
     if results is not None:
         return results
-    if _torch.distributed.shares_memory(x, group):
+    if _torch.distributed.can_share_memory(x, group):
         return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
     rows = x.movedim(dim, 0).contiguous()
@@ -424,7 +424,7 @@ def _(x, w, op, dim, count, group):
     results = _joined("scatter", x, w, op, dim, count, group)
     if results is not None:
         return results
-    if _torch.distributed.shares_memory(x, group):
+    if _torch.distributed.can_share_memory(x, group):
         return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional
     rows = (x @ w).movedim(dim, 0).contiguous()

@@ -15,7 +15,7 @@ In: nodes of a graph of stages that is being laid out (``lay_out_stages``). Out:
 appended to it: tensors are joined to one, which crosses, and split again. A value that
 is sharded along the axis is gathered at one place (``gather_at``), a gradient that one
 place has is scattered (``scatter_from``), a result goes to all places
-(``spread_from``). The group is that of the axis. Never: an op that waits to send.
+(``broadcast_from``). The group is that of the axis. Never: an op that waits to send.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def gather_at(
             continue
         flat = _joined(put, source, own)
         message = put(target, ours.transfer.default, flat, source, target, group)
-        arrived.append(_apart(put, target, message, [x.meta["val"] for x in own]))
+        arrived.append(_split(put, target, message, [x.meta["val"] for x in own]))
     columns = zip(*arrived, strict=True)
     return [
         put(target, aten.cat.default, list(parts), dim)
@@ -252,10 +252,10 @@ def scatter_from(
     flat = _joined(put, source, pieces)
     own = put(EVERY, ours.scatter.default, flat, source, places, group)
     like = [x.meta["val"] for x in pieces[: len(values)]]
-    return lambda: _apart(put, EVERY, own, like)
+    return lambda: _split(put, EVERY, own, like)
 
 
-def spread_from(
+def broadcast_from(
     put: Put, source: int, values: Sequence[fx.Node], group: str
 ) -> Arrivals:
     """Send every place the values of one."""
@@ -264,7 +264,7 @@ def spread_from(
         return lambda: [one]
     flat = _joined(put, source, values)
     whole = put(EVERY, ours.spread.default, flat, source, group)
-    return lambda: _apart(put, EVERY, whole, [x.meta["val"] for x in values])
+    return lambda: _split(put, EVERY, whole, [x.meta["val"] for x in values])
 
 
 def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
@@ -273,7 +273,7 @@ def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
     return flat[0] if len(flat) == 1 else put(place, aten.cat.default, flat)
 
 
-def _apart(
+def _split(
     put: Put, place: int, flat: fx.Node, like: Sequence[torch.Tensor]
 ) -> list[fx.Node]:
     """Return tensors of the shapes of ``like``, split from one."""

@@ -42,7 +42,7 @@ def as_nodes(graph: fx.Graph, arg: Any) -> Any:
     Raises Inexpressible for a size that the graph's inputs do not determine.
     """
     if isinstance(arg, (tuple, list)):
-        if not _holds_symbols(arg):
+        if not _has_symbols(arg):
             return arg
         return type(arg)(as_nodes(graph, x) for x in arg)
     if isinstance(arg, dict):
@@ -56,9 +56,9 @@ def as_nodes(graph: fx.Graph, arg: Any) -> Any:
     return _node_of(graph, arg)
 
 
-def _holds_symbols(arg: Any) -> bool:
+def _has_symbols(arg: Any) -> bool:
     if isinstance(arg, (tuple, list)):
-        return any(map(_holds_symbols, arg))
+        return any(map(_has_symbols, arg))
     return isinstance(arg, SYMBOLIC)
 
 
@@ -67,7 +67,7 @@ def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
     last = next(iter(graph.nodes))
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op != "placeholder" and not _computes(node):
+        if node.op != "placeholder" and not _is_arithmetic(node):
             break
         last = node
         if isinstance(value, torch.SymInt):
@@ -113,7 +113,7 @@ _ARITHMETIC = {
 }
 
 
-def _computes(node: fx.Node) -> bool:
+def _is_arithmetic(node: fx.Node) -> bool:
     """Return whether a node computes a size by arithmetic."""
     return node.target in _ARITHMETIC and isinstance(node.meta.get("val"), torch.SymInt)
 

@@ -129,9 +129,9 @@ class Boundaries:
         inputs, outputs = list(signature.inputs), list(signature.outputs)
         for i, (spec, hint) in self.inputs.items():
             use = hint if any(entry.strip("?_") for entry in hint) else None
-            inputs[i] = replace(inputs[i], rest=spec, use=use)
+            inputs[i] = replace(inputs[i], at_rest=spec, use=use)
         for k, spec in self.gradients.items():
-            outputs[k] = replace(outputs[k], rest=spec)
+            outputs[k] = replace(outputs[k], at_rest=spec)
         return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
 
 

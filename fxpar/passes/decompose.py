@@ -31,14 +31,14 @@ Function = Callable[..., torch.Tensor]
 _DIMS = (3, 2, 1, 0)
 
 
-def may_be_written_out(target: Any) -> bool:
+def can_be_written_out(target: Any) -> bool:
     """Return whether calls of a target may need to be written out."""
     return _torch.aot.higher_order_name(target) == "higher_order::flex_attention"
 
 
 def is_written_out(node: fx.Node) -> bool:
     """Return whether Inductor has no kernel for a call."""
-    if not may_be_written_out(node.target):
+    if not can_be_written_out(node.target):
         return False
     query, options = node.args[0], node.args[6]
     on_cpu = query.meta["val"].device.type == "cpu"
@@ -86,7 +86,7 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     build = Builder(graph, fake_mode)
     table = _torch.inductor.decompositions()
     decomposed = calls_where(graph, _torch.inductor.is_decomposed)
-    written_out = calls_where(graph, may_be_written_out)
+    written_out = calls_where(graph, can_be_written_out)
     written_out = [n for n in written_out if is_written_out(n)]
     for node in decomposed:
         _decompose_node(build, node, node.target, table)

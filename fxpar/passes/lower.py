@@ -125,7 +125,7 @@ def _reduction(x: fx.Node, op: str) -> str:
     return "sum" if op == "avg" else op
 
 
-def divides_first(x: fx.Node) -> bool:
+def is_divided_first(x: fx.Node) -> bool:
     """Return whether the summands of a mean are divided and not their sum, which may
     overflow float16."""
     return x.meta["val"].dtype == torch.float16
@@ -146,7 +146,7 @@ def _reduced(
     """Return ``x`` reduced by the collective ``target``, which is called with the kind
     of reduction, ``args`` and the group."""
     kind, group = _reduction(x, op), group_name(build.mesh, axes)
-    count, early = build.mesh.count(axes), divides_first(x)
+    count, early = build.mesh.count(axes), is_divided_first(x)
     if op == "avg" and early:
         x = divided(build, x, count)
     x = build.wait(build.call(target, contiguous(build, x), kind, *args, group))

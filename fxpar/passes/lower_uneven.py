@@ -59,7 +59,7 @@ def lower_uneven(
             f"{Spec.of(cut.after)} would move parts of shards"
         )
     padded, short = list(before), {}
-    spread: dict[int, tuple[Size, list[Size]]] = {}
+    joined_dims: dict[int, tuple[Size, list[Size]]] = {}
     for d in uneven:
         axes = collective_nodes.axes_of(node)
         count = build.mesh.count(axes)
@@ -69,7 +69,7 @@ def lower_uneven(
             room = build.largest_part(cut.shape[d], fewer, axes[0])
             parts = build.part_sizes(cut.shape[d], fewer, axes[0])
             if gathers:
-                spread[d] = room, parts
+                joined_dims[d] = room, parts
             else:
                 x = _pad_parts(build, x, d, room, parts)
                 before[d] = build.product((room, count))
@@ -77,16 +77,16 @@ def lower_uneven(
             room = _room(build, build.own_size(cut.shape[d], fewer), count)
         whole = build.product((room, count))
         padded[d], result_rows = (room, whole) if gathers else (whole, room)
-        if result_rows != after[d] and d not in spread:
+        if result_rows != after[d] and d not in joined_dims:
             short[d] = after[d]
     pairs = zip(padded, before, strict=True)
     padding = [build.missing(room, size) for room, size in pairs]
     if any(n != 0 for n in padding):
         x = build.pad(x, padding)
-    outer, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
+    own_shape, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
     result = lower(build, x, *args)
-    x.meta[_SHAPE] = outer
-    for d, (room, parts) in spread.items():
+    x.meta[_SHAPE] = own_shape
+    for d, (room, parts) in joined_dims.items():
         result = _join_parts(build, result, d, room, parts)
     for d, size in short.items():
         result = build.call(aten.slice.Tensor, result, d, 0, size)
@@ -106,7 +106,7 @@ def _changed(cut: Cut) -> list[int]:
 
 def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
     """Return this rank's number of rows of a dim that is split over axes."""
-    if d in cut.alike:
+    if d in cut.even_dims:
         return cut.shape[d] // build.mesh.count(axes)
     return build.own_size(cut.shape[d], axes)
 

@@ -135,8 +135,8 @@ def _padded(call: Call, x: Any, exchange: Exchange, before: int, after: int) -> 
     sizes of its other dims may differ from rank to rank."""
     if not before and not after:
         return x
-    behind = _value(x).dim() - 1 - exchange.moves.dim
-    amounts = [0, 0] * behind + [before, after]
+    dims_after = _value(x).dim() - 1 - exchange.moves.dim
+    amounts = [0, 0] * dims_after + [before, after]
     return call(aten.constant_pad_nd.default, x, amounts, exchange.moves.fill)
 
 

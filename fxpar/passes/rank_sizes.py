@@ -3,7 +3,7 @@
 In: a local graph, whose fake values are those of the largest shard, with its
 communication as steps or as collectives. Out: the fake value of a node on one rank
 (``restate``), a copy of the graph with them (``sized``), or the nodes whose sizes
-differ between ranks (``unlike``). Never changes the graph.
+differ between ranks (``uneven_nodes``). Never changes the graph.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
     return _sized(graph, mesh, rank, fake_mode)[0]
 
 
-def unlike(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
+def uneven_nodes(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> set[fx.Node]:
     """Return the nodes whose values have different sizes on different ranks."""
     differing = set[fx.Node]()
     for rank in _corners(mesh):
         _, own = _sized(graph, mesh, rank, fake_mode)
         differing.update(
-            node for node in graph.nodes if not is_alike(node, own.get(node))
+            node for node in graph.nodes if not has_local_shape(node, own.get(node))
         )
     return differing
 
@@ -109,8 +109,10 @@ def restate(
     if node.op != "call_function" or bodies_of(node):
         return
     is_step = collective_nodes.is_step(node)
-    alike = all(is_alike(read, bound[read]) for read in node.all_input_nodes)
-    if alike and not (is_step and _cuts_unlike(node)):
+    has_local_operands = all(
+        has_local_shape(read, bound[read]) for read in node.all_input_nodes
+    )
+    if has_local_operands and not (is_step and _can_cut_unevenly(node)):
         return
     if is_step:
         operand = bound[node.all_input_nodes[0]].meta["val"]
@@ -124,7 +126,7 @@ def restate(
     copy.meta.pop("tensor_meta", None)
 
 
-def _cuts_unlike(node: fx.Node) -> bool:
+def _can_cut_unevenly(node: fx.Node) -> bool:
     """Return whether a step may give ranks uneven shards, even from even ones."""
     moves = node.target is collective_nodes.move_rows
     return moves or collective_nodes.cut_of(node) is not None
@@ -138,8 +140,8 @@ def _step_shape(
     if cut is not None:
         whole = Spec.of(cut.after).rank_shape(mesh, cut.shape, rank)
         for d in range(len(shape)):
-            alike = cut.shape[d] // mesh.count(cut.after[d])
-            shape[d] = alike if d in cut.alike else whole[d]
+            even_size = cut.shape[d] // mesh.count(cut.after[d])
+            shape[d] = even_size if d in cut.even_dims else whole[d]
     elif node.target is collective_nodes.move_rows:
         text: Any = node.args[1]
         exchange = Exchange.parse(text)
@@ -152,7 +154,7 @@ def _step_shape(
     return tuple(shape)
 
 
-def is_alike(node: fx.Node, bound: Any) -> bool:
+def has_local_shape(node: fx.Node, bound: Any) -> bool:
     """Return whether a value has the same shape on this rank as in the local graph."""
     if not isinstance(bound, fx.Node):
         return not (node.target in rank_ints.SIZES or is_size(node))

@@ -127,17 +127,17 @@ def _kinds(
         wiring, operands = _wiring(nodes)
         if all(_is_tensor(node) or _is_number(node) for node, _ in operands):
             by_wiring.setdefault(wiring, []).append((nodes, operands))
-    for alike in by_wiring.values():
-        first, _ = alike[0]
-        results = sorted({i for nodes, _ in alike for i in _read_outside(nodes)})
+    for group in by_wiring.values():
+        first, _ = group[0]
+        results = sorted({i for nodes, _ in group for i in _read_outside(nodes)})
         gives = bool(results) or any(is_mutable(node.target) for node in first)
-        if len(alike) > 1 and gives and all(_is_tensor(first[i]) for i in results):
+        if len(group) > 1 and gives and all(_is_tensor(first[i]) for i in results):
             yield SegmentKind(
-                [nodes for nodes, _ in alike],
-                [[x for x in reads if _is_tensor(x[0])] for _, reads in alike],
-                [[node for node, _ in reads if _is_number(node)] for _, reads in alike],
+                [nodes for nodes, _ in group],
+                [[x for x in reads if _is_tensor(x[0])] for _, reads in group],
+                [[node for node, _ in reads if _is_number(node)] for _, reads in group],
                 results,
-                [all(memory.lasts(nodes[i]) for nodes, _ in alike) for i in results],
+                [all(memory.lasts(nodes[i]) for nodes, _ in group) for i in results],
             )
 
 
@@ -219,8 +219,8 @@ def _facts(value: Any) -> Any:
         numbers = *value.shape, *value.stride(), value.storage_offset()
         where = [n if type(n) is int else str(n) for n in numbers]
         own = value.dtype, *where, str(value.device), value.requires_grad, type(value)
-        lies = layout_of(value)
-        return own if lies is None else (*own, lies, *_facts(part_of(value)))
+        layout = layout_of(value)
+        return own if layout is None else (*own, layout, *_facts(part_of(value)))
     if isinstance(value, (list, tuple)):
         return type(value), *map(_facts, value)
     return type(value)

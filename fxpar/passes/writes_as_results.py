@@ -51,7 +51,7 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
     for node in graph.find_nodes(op="call_function", target=_WRITE):
         target, value = node.args[:2]
         last = target in position and set(node.users) <= {output}
-        if last and isinstance(value, fx.Node) and not _read_behind(target, node):
+        if last and isinstance(value, fx.Node) and not _is_read_after(target, node):
             returned = tuple(i for i, x in enumerate(results) if x is node)
             writes.append(Write(position[target], dict(node.meta), returned))
             values.append(value)
@@ -139,12 +139,12 @@ def _results(output: fx.Node) -> list[Any]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-def _read_behind(value: fx.Node, write: fx.Node) -> bool:
+def _is_read_after(value: fx.Node, write: fx.Node) -> bool:
     """Return whether a node after a write reads what it writes to, or a view of it.
     Returning the input itself is no read: the value is the one written to it."""
     return any(
         (user is not write and user.op != "output" and write < user)
-        or (is_view(user) and (_is_result(user) or _read_behind(user, write)))
+        or (is_view(user) and (_is_result(user) or _is_read_after(user, write)))
         for user in value.users
     )
 

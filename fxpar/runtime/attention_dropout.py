@@ -77,7 +77,7 @@ class ByProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _ATTEND and _drops(args, kwargs):
+        if func is _ATTEND and _has_dropout(args, kwargs):
             func = attend_by_products
         return func(*args, **kwargs)
 
@@ -88,9 +88,9 @@ def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _calls(gm: fx.GraphModule) -> list[fx.Node]:
     nodes = gm.graph.find_nodes(op="call_function", target=_ATTEND)
-    return [node for node in nodes if _drops(node.args, node.kwargs)]
+    return [node for node in nodes if _has_dropout(node.args, node.kwargs)]
 
 
-def _drops(args: Any, kwargs: Any) -> bool:
+def _has_dropout(args: Any, kwargs: Any) -> bool:
     chance = args[_PLACE] if len(args) > _PLACE else kwargs.get("dropout_p", 0.0)
     return not isinstance(chance, (int, float)) or chance > 0

@@ -362,7 +362,7 @@ def _chosen(
         trees.append(its_tree)
     first = results[0]
     places = [i for i, leaf in enumerate(first) if isinstance(leaf, torch.Tensor)]
-    wrong = _unlike(results, trees)
+    wrong = _difference(results, trees)
     if wrong:
         _refuse(first, places, wrong, "let all bodies return the same tensors")
         return _torch.fake.tree_unflatten(first, trees[0])
@@ -372,7 +372,7 @@ def _chosen(
     return _torch.fake.tree_unflatten(first, trees[0])
 
 
-def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
+def _difference(results: list[list[Any]], trees: list[Any]) -> str:
     """Return how the results of bodies differ; "" if they do not."""
     for k in range(1, len(results)):
         if trees[k] != trees[0]:

@@ -135,7 +135,7 @@ def gaussian_nll_loss(
     if var.size() != input.size():
         if input.size()[:-1] == var.size():
             var = torch.unsqueeze(var, -1)
-        elif input.ndim != var.ndim or not _one_differs(input.size(), var.size()):
+        elif input.ndim != var.ndim or not _is_broadcast(input.size(), var.size()):
             raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(reduction + " is not valid")
@@ -148,7 +148,7 @@ def gaussian_nll_loss(
     return _reduced(loss, reduction)
 
 
-def _one_differs(one: Sequence[int], other: Sequence[int]) -> bool:
+def _is_broadcast(one: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether sizes differ in a dim of one row, by torch's own test."""
     return sum(y for x, y in zip(one, other, strict=True) if x != y) == 1
 

@@ -200,7 +200,7 @@ class _Program(nn.Module):
         ]
         results = [x for x in leaves if isinstance(x, torch.Tensor)]
         if self.call.grad:
-            results = _apart(results, [*tensors, *self.parameters()])
+            results = _as_separate_tensors(results, [*tensors, *self.parameters()])
         return tuple(results)
 
     def _swap_tensors(self) -> None:
@@ -221,7 +221,7 @@ class _Program(nn.Module):
             )
 
 
-def _apart(
+def _as_separate_tensors(
     results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return results as separate tensors, so that each has a gradient of its own: those

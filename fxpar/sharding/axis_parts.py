@@ -31,9 +31,9 @@ def full_name(name: str) -> str:
     return part_name(*part) if part else name
 
 
-def part_name(axis: str, above: int, size: int) -> str:
+def part_name(axis: str, major: int, size: int) -> str:
     """Return the name of a part; the inverse of ``split_name``."""
-    return f"{axis}:({above}){size}"
+    return f"{axis}:({major}){size}"
 
 
 def axis_of(name: str) -> str:
@@ -59,10 +59,10 @@ def cut(n: int, names: Iterable[str]) -> list[int]:
     """
     ends = {1: "", n: ""}
     for name in names:
-        _, above, size = split_name(name) or (name, 1, 1)
+        _, major, size = split_name(name) or (name, 1, 1)
         if size > 1:
-            ends.setdefault(above, name)
-            ends.setdefault(above * size, name)
+            ends.setdefault(major, name)
+            ends.setdefault(major * size, name)
     pairs = list(itertools.pairwise(sorted(ends)))
     for inner, outer in pairs:
         if outer % inner:
@@ -78,12 +78,12 @@ def overlapping(axes: Sequence[str]) -> tuple[str, str] | None:
     and its part, or two parts that overlap. None if there are none."""
     for i, name in enumerate(axes):
         for other in axes[:i]:
-            if name == other or (":" in name + other and _overlap(name, other)):
+            if name == other or (":" in name + other and _has_overlap(name, other)):
                 return other, name
     return None
 
 
-def _overlap(one: str, other: str) -> bool:
+def _has_overlap(one: str, other: str) -> bool:
     if axis_of(one) != axis_of(other):
         return False
     first, second = sorted(

@@ -369,12 +369,12 @@ class Inside:
         )
         whole = frozenset(sizes) - set(self.names.values())
         rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)
-        alike, reductions = set[tuple[int, str]](), dict[str, str]()
+        equal_over, reductions = set[tuple[int, str]](), dict[str, str]()
         for partials, j, _ in self._results():
             sums = {self.names[c]: r for c, r in partials.items() if c in self.names}
             reductions |= sums
             have = {f for dim in results[j] for f in dim}
-            alike |= {(j, f) for f in rule.factors if f not in have | sums.keys()}
+            equal_over |= {(j, f) for f in rule.factors if f not in have | sums.keys()}
         partial = [
             j
             for j, partials in self.carry.items()
@@ -383,7 +383,7 @@ class Inside:
         return replace(
             rule,
             reductions=tuple(reductions.items()),
-            alike=frozenset(alike),
+            equal_over=frozenset(equal_over),
             accumulates=tuple(sorted(self.ties.inputs[j][0] or 0 for j in partial)),
         )
 

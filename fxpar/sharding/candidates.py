@@ -47,7 +47,7 @@ from fxpar.sharding.search.least_memory import (
     whole_entries,
 )
 from fxpar.sharding.search.memory_constraints import Entry
-from fxpar.sharding.search.mesh_candidates import unlike
+from fxpar.sharding.search.mesh_candidates import distinct
 from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
 from fxpar.sharding.search.rank_candidates import is_large, nearest
 from fxpar.sharding.search.run_search import (
@@ -322,7 +322,7 @@ def _after(
         return after
     if before is None or after.decision is None:
         return x
-    proved = before.above(max(before.bound, after.bound))
+    proved = before.with_bound(max(before.bound, after.bound))
     return replace(x, decision=replace(x.decision, search=proved))
 
 
@@ -367,7 +367,7 @@ def _searched(
     request = replace(request, mode=replace(options, enough=bar / least))
     try:
         request = request.on(refine(subject.program, request, subject.heads))
-        program = replace(subject.program, signature=request.laid)
+        program = replace(subject.program, signature=request.as_planned)
         if pipeline is None:
             decision = _decide_in_parts(subject, program, request, before)
         else:
@@ -447,7 +447,7 @@ def _decide_in_parts(
         seconds = search_of(decision).predicted
         assert isinstance(limited.mode, SearchOptions)
         is_better = best is None or seconds < limited.mode.enough
-        if is_better and _parts_made(decision, most) == count:
+        if is_better and _part_count(decision, most) == count:
             best = decision
             limited = replace(limited, mode=replace(limited.mode, enough=seconds))
     if best is not None:
@@ -458,7 +458,7 @@ def _decide_in_parts(
         raise failure or error from None
 
 
-def _parts_made(decision: Decision, most: int) -> int:
+def _part_count(decision: Decision, most: int) -> int:
     """Return how many parts the batch is cut into under a decision, as by
     ``passes.stages.microbatches``: by the rows that a rank reads."""
     if not decision.is_even:
@@ -561,14 +561,14 @@ def _check_memory(subject: Subject) -> None:
 def _open(subject: Subject, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
     """Return the meshes to search: where only the plan says which axis splits which
     dim, one of each set that differ only in the order of their axes."""
-    signature, request = subject.request.laid, subject.request
-    specs = [end.rest for end in signature.inputs]
-    specs += [end.rest for end in signature.outputs]
+    signature, request = subject.request.as_planned, subject.request
+    specs = [end.at_rest for end in signature.inputs]
+    specs += [end.at_rest for end in signature.outputs]
     split = any(spec is not None and not spec.is_whole for spec in specs)
     used = any(declared.use is not None for declared in signature.inputs)
     if split or used or request.hints or constraints_of(subject.program):
         return meshes
-    return unlike(meshes, subject.options.hardware)
+    return distinct(meshes, subject.options.hardware)
 
 
 def _with_rivals(
@@ -584,13 +584,13 @@ def _with_rivals(
         if x is best or not large:
             x = with_rivals(x, subject.request.hints, options)
         decisions += [x, *x.rivals]
-    near = nearest([x for x in decisions if x.search], search_of)
-    near = near[: _LARGE_RIVALS if large else 2 * _RIVALS]
-    near += [x for x in decisions if not x.search]
+    closest = nearest([x for x in decisions if x.search], search_of)
+    closest = closest[: _LARGE_RIVALS if large else 2 * _RIVALS]
+    closest += [x for x in decisions if not x.search]
     notes = best.notes[-1:] if STOPPED in best.notes else ()
     rivals = tuple(
         replace(x, rivals=(), notes=(*x.notes, _note(x, tries), *notes))
-        for x in near
+        for x in closest
         if x.search is not best.search
     )
     return replace(best, rivals=rivals)
@@ -627,7 +627,7 @@ def fastest_staged(
     if not request.staged:
         return None, ()
     program = replace(split_evenly(program), balances=False)
-    equal_kernels = {key: x.of_alike_shards for key, x in (kernels or {}).items()}
+    equal_kernels = {key: x.of_equal_shards for key, x in (kernels or {}).items()}
     subject = Subject(program, request, equal_kernels)
     if subject.arithmetic / request.mesh.size >= bar:
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
@@ -637,7 +637,7 @@ def fastest_staged(
     long = replace(
         options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=EQUAL
     )
-    glance = replace(long, alike=True, seconds=seconds / 30)
+    glance = replace(long, equal_layers=True, seconds=seconds / 30)
     fewer = functools.partial(_in_fewer_parts, arithmetic=subject.arithmetic)
     end = _OTHER_PARTS * seconds
     rounds = [

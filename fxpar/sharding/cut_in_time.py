@@ -61,16 +61,16 @@ def _split(spec: Spec) -> frozenset[int]:
 def _whole(program: Program) -> Signature:
     """Return the signature with each input and output whole in time."""
 
-    def rest(v: int | None) -> Spec | None:
+    def whole(v: int | None) -> Spec | None:
         return None if v is None else Spec.whole(len(program.values[v].shape))
 
     signature = program.signature
     inputs = (
-        replace(end, rest=rest(v), use=None)
+        replace(end, at_rest=whole(v), use=None)
         for end, v in zip(signature.inputs, program.inputs, strict=True)
     )
     outputs = (
-        replace(end, rest=rest(v), lie="whole")
+        replace(end, at_rest=whole(v), lie="whole")
         for end, v in zip(signature.outputs, program.outputs, strict=True)
     )
     return Signature(tuple(inputs), tuple(outputs), signature.tangents)

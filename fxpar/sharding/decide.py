@@ -27,9 +27,9 @@ from fxpar.sharding.program import Program, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
+    can_rest_as_read,
     exchanged_notes,
     lie_as_read,
-    may_lie_as_read,
     settle_at_rest,
 )
 from fxpar.sharding.propagate.expert_rows import seed_rows
@@ -124,8 +124,8 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     """Return the steps a reshard is lowered to."""
     value = decision.program.values[reshard.value]
     source, target = reshard.source, reshard.target
-    itemsize, apart = value.dtype.itemsize, value.manual
-    return steps(source, target, decision.mesh, value.shape, itemsize, apart)
+    itemsize, manual_axes = value.dtype.itemsize, value.manual
+    return steps(source, target, decision.mesh, value.shape, itemsize, manual_axes)
 
 
 def constraints_of(program: Program) -> list[tuple[int, list[str]]]:
@@ -181,7 +181,7 @@ def decide(
     gather_before_growth(program, strategies, settled, priced, on)
     share_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
-    lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
+    lie_as_read(program, can_rest_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _uneven_notes(program, edges, mesh)
@@ -295,14 +295,14 @@ def _found(
     notes: Sequence[str],
 ) -> Decision:
     """Return the decision for the result of a search."""
-    rests = {
+    names_at_rest = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.rest is not None
+        if v is not None and declared.at_rest is not None
     }
     origins = [
         {
-            axis: Origin(rests.get(v) or _origin(seeds.get(v, ()), axis))
+            axis: Origin(names_at_rest.get(v) or _origin(seeds.get(v, ()), axis))
             for axis in spec.axes
         }
         for v, spec in enumerate(result.settled)
@@ -327,7 +327,7 @@ def _found(
 
 def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
     """Return a warning where a longer search is worth while."""
-    if options.alike or result.solution.gap <= _POOR:
+    if options.equal_layers or result.solution.gap <= _POOR:
         return []
     return [
         (
@@ -424,10 +424,10 @@ def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     outputs are resharded."""
     seeds = []
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
-        if v is not None and result.rest is not None and result.kind != "gradient":
+        if v is not None and result.at_rest is not None and result.kind != "gradient":
             what = f"spec given for {result.name}"
-            rest = result.rest.without_partial()
-            seeds.append(make_seed(program, v, rest, mesh, "value", what))
+            at_rest = result.at_rest.without_partial()
+            seeds.append(make_seed(program, v, at_rest, mesh, "value", what))
     return seeds
 
 

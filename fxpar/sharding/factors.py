@@ -185,7 +185,7 @@ class Rule:
     # that they lack is split.
     accumulates: tuple[int, ...] = ()
     # (result, factor): the result lacks the factor, yet is not partial over it.
-    alike: frozenset[tuple[int, str]] = frozenset()
+    equal_over: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and equal over every factor.
     open: bool = False
     # (factor, axes that always split it): factors of a manual region
@@ -275,7 +275,9 @@ class Rule:
         have = frozenset(f for t in self.operands for d in t for f in d)
         have |= self.summed
         return tuple(
-            have - {f for d in result for f in d} - {f for j, f in self.alike if i == j}
+            have
+            - {f for d in result for f in d}
+            - {f for j, f in self.equal_over if i == j}
             for i, result in enumerate(self.results)
         )
 
@@ -311,9 +313,12 @@ class Rule:
         """Return the rule with the further results that an open rule leaves unnamed."""
         further = tuple(((),) * len(shape) for shape in shapes[len(self.tensors) :])
         n = len(self.results)
-        alike = {(n + i, f) for i in range(len(further)) for f in self.factors}
+        equal_over = {(n + i, f) for i in range(len(further)) for f in self.factors}
         return replace(
-            self, results=self.results + further, alike=self.alike | alike, open=False
+            self,
+            results=self.results + further,
+            equal_over=self.equal_over | equal_over,
+            open=False,
         )
 
     def __str__(self) -> str:
@@ -336,7 +341,10 @@ class Rule:
         ]
         results = [
             " ".join(
-                [tensor(t), *(f"~{f}" for f in self.factors if (i, f) in self.alike)]
+                [
+                    tensor(t),
+                    *(f"~{f}" for f in self.factors if (i, f) in self.equal_over),
+                ]
             )
             for i, t in enumerate(self.results)
         ]
@@ -403,18 +411,18 @@ def parse_rule(text: str) -> Rule:
         operands.append(tensor(part.replace("+", "", 1) if marked else part, unreduced))
         if unreduced:
             raise RuleError(f"rule {text!r}: `~` marks results only", fix=_FORM)
-    results, alike = [], set()
+    results, equal_over = [], set()
     parts = result_text.split(",")
     further = parts[-1].strip() == "~"
     for i, part in enumerate(parts[:-1] if further else parts):
         unreduced = set()
         results.append(tensor(part, unreduced))
-        alike |= {(i, f) for f in unreduced}
+        equal_over |= {(i, f) for f in unreduced}
     return Rule(
         tuple(operands),
         tuple(results),
         whole=frozenset(whole),
         accumulates=tuple(accumulates),
-        alike=frozenset(alike),
+        equal_over=frozenset(equal_over),
         open=further,
     )

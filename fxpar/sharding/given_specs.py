@@ -50,9 +50,9 @@ def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
     (output,) = graph.find_nodes(op="output")
 
     def of_all_dims(end: Any, node: Any) -> Any:
-        if end.rest is None:
+        if end.at_rest is None:
             return end
-        shape, dims = node.meta["val"].shape, end.rest.dims
+        shape, dims = node.meta["val"].shape, end.at_rest.dims
         if len(dims) > len(shape):
             raise HintError(
                 f"spec given for {end.name}: {len(dims)} entries for a tensor of "
@@ -60,8 +60,8 @@ def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
                 fix="give at most one entry per dim; dims left out are not split",
             )
         missing = [()] * (len(shape) - len(dims))
-        rest = Spec.of([*dims, *missing], end.rest.partial)
-        return replace(end, rest=rest)
+        at_rest = Spec.of([*dims, *missing], end.at_rest.partial)
+        return replace(end, at_rest=at_rest)
 
     inputs, outputs = (
         tuple(map(of_all_dims, ends, nodes))

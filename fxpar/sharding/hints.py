@@ -252,7 +252,7 @@ def check_chunks(
     """Raise HintError if a DTensor cannot have this layout: if axes do not divide a dim
     and are parts, have shares, or are in another order than in the mesh."""
     for d, axes in enumerate(dims):
-        if not shard_sizes.are_chunks(shape[d], mesh, axes):
+        if not shard_sizes.is_in_chunks(shape[d], mesh, axes):
             raise HintError(
                 f"{what}: dim {d} of size {shape[d]} does not divide over "
                 f"{'+'.join(axes)} ({mesh.count(axes)} shards)",

@@ -80,8 +80,8 @@ def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
     """Return the signature whose inputs and outputs are not split over these axes."""
 
     def bare(end: End) -> End:
-        rest = end.rest
-        return end if rest is None else replace(end, rest=_bare(rest, axes))
+        at_rest = end.at_rest
+        return end if at_rest is None else replace(end, at_rest=_bare(at_rest, axes))
 
     inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -110,7 +110,9 @@ def over_manual_axes(
     split = {
         v: extra
         for end, v in zip(signature.inputs, program.inputs, strict=True)
-        if v is not None and end.rest is not None and (extra := _extra(end.rest, axes))
+        if v is not None
+        and end.at_rest is not None
+        and (extra := _extra(end.at_rest, axes))
     }
     # Hints may name the axes, which split nothing on one rank.
     strategies = [_on_one_rank(x, axes) for x in decision.strategies]
@@ -137,7 +139,7 @@ def over_manual_axes(
             gradients.update(op.results)
             continue
         is_mean = bool(op.operands) and means.issuperset(op.operands)
-        if op.index in update or _casts(op) or is_mean:
+        if op.index in update or _is_cast(op) or is_mean:
             split_op(*changed)
             means.update(op.results if is_mean else ())
         elif op.index in products or op.index in makers or of_experts:
@@ -218,8 +220,8 @@ def _by_expert(product: Op) -> Op:
     """Return a product with a rule by which each rank computes the part of its own
     experts, for all rows that it has."""
     rule = product.rule
-    alike = rule.alike | ({(0, "e")} if str(product.target) == _MM else set())
-    rule = replace(rule, whole=rule.whole - {"e"}, alike=alike)
+    equal_over = rule.equal_over | ({(0, "e")} if str(product.target) == _MM else set())
+    rule = replace(rule, whole=rule.whole - {"e"}, equal_over=equal_over)
     return replace(product, rule=rule)
 
 
@@ -262,12 +264,14 @@ def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Si
     mesh. A gradient that waits to be reduced is a rank's own, in its planned shape."""
 
     def back(end: End, on_whole: End) -> End:
-        rest = on_whole.rest
-        if rest is None:
+        at_rest = on_whole.at_rest
+        if at_rest is None:
             return end
-        partial = [(axis, op) for axis, op in rest.partial if axis not in axes]
-        rest = Spec.of(rest.dims, partial).without(set(filter(is_pipeline, rest.axes)))
-        return replace(end, rest=rest.refined(mesh))
+        partial = [(axis, op) for axis, op in at_rest.partial if axis not in axes]
+        at_rest = Spec.of(at_rest.dims, partial).without(
+            set(filter(is_pipeline, at_rest.axes))
+        )
+        return replace(end, at_rest=at_rest.refined(mesh))
 
     return replace(
         planned,
@@ -276,5 +280,5 @@ def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Si
     )
 
 
-def _casts(op: Op) -> bool:
+def _is_cast(op: Op) -> bool:
     return len(op.operands) == 1 and op_facts_of(op.target).casts

@@ -257,14 +257,14 @@ class Mesh:
                     f"mesh {self} has no axis {axis!r}",
                     fix=f"use one of {', '.join(self._whole)}",
                 )
-            name, above, size = part
+            name, major, size = part
             i, n, stride = self._layout[name]
-            if n % (above * size):
+            if n % (major * size):
                 raise MeshError(
                     f"axis {name!r} of {n} ranks has no part {axis!r}",
                     fix=f'in "{name}:(m)k" m * k divides {n}',
                 )
-            place = self._layout[axis] = (i, size, stride * (n // (above * size)))
+            place = self._layout[axis] = (i, size, stride * (n // (major * size)))
         return place
 
     def parts(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -375,13 +375,13 @@ class Mesh:
         """Return the link between the ranks of an axis."""
         return self.links[self._find(axis)[0]]
 
-    def sub_axis(self, axis: str, above: int, size: int) -> str:
-        """Return the name of the part ``(above)size`` of an axis or part; ``axis`` if
+    def sub_axis(self, axis: str, major: int, size: int) -> str:
+        """Return the name of the part ``(major)size`` of an axis or part; ``axis`` if
         it is all."""
-        if above == 1 and size == self.axis_size(axis):
+        if major == 1 and size == self.axis_size(axis):
             return axis
         whole, outer, _ = split_name(axis) or (axis, 1, 0)
-        name = part_name(whole, outer * above, size)
+        name = part_name(whole, outer * major, size)
         self._find(name)
         return name
 

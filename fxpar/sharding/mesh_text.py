@@ -83,8 +83,8 @@ def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
     minor."""
     if len(sizes) == 1:
         return [(axis, sizes[0])]
-    above = [1, *itertools.accumulate(sizes, operator.mul)]
-    return [(part_name(axis, m, k), k) for m, k in zip(above, sizes, strict=False)]
+    major = [1, *itertools.accumulate(sizes, operator.mul)]
+    return [(part_name(axis, m, k), k) for m, k in zip(major, sizes, strict=False)]
 
 
 def uncut(axis: str) -> MeshError:
@@ -109,9 +109,9 @@ def check_axes(axes: Sequence[tuple[str, int]]) -> None:
     before, end = "", 1
     axes_so_far: list[str] = []
     for name, size in axes:
-        axis, above, part = split_name(name) or (name, 1, size)
+        axis, major, part = split_name(name) or (name, 1, size)
         end = end if axis == before else 1
-        follows = above == end and (axis == before or axis not in axes_so_far)
+        follows = major == end and (axis == before or axis not in axes_so_far)
         if part != size or ":" in axis or not follows:
             raise MeshError(
                 f"mesh axis {name!r} of size {size} is no part that follows",

@@ -78,8 +78,8 @@ def _mask(node: fx.Node, along: Mapping[int, Sequence[int]]) -> torch.Tensor | N
     """Return a mask made of constants, with one dim for each dim that is looked up, of
     one row where the dim is looked up at one place; None for any other mask."""
     sizes = node.meta["val"].shape
-    is_told = all(isinstance(n, int) for n in sizes)
-    value = computed(node, {}) if is_told and math.prod(sizes) <= MOST else None
+    is_known = all(isinstance(n, int) for n in sizes)
+    value = computed(node, {}) if is_known and math.prod(sizes) <= MOST else None
     if value is None or value.dim() != len(along):
         return None
     dims = enumerate(zip(along.values(), value.shape, strict=True))
@@ -187,7 +187,7 @@ def _reduced(step: int, of: int) -> tuple[int, int]:
     return step // divisor, of // divisor
 
 
-def near(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
+def with_windows(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
     """Return the rule of a lookup or update with these windows."""
     n = len(rule.operands)
     position, other = (n, n - 1) if node.target in ADDED else (0, n)

@@ -134,15 +134,15 @@ def op_facts_of(target: Any) -> OpFacts:
     return OpFacts(**derived | stated)
 
 
-def takes_from_generator(node: fx.Node) -> bool:
+def is_drawn_from_generator(node: fx.Node) -> bool:
     """Return whether a call takes numbers from a generator, so that earlier draws
     matter. Numbers by index (``fxpar::random``) do not."""
-    return op_facts_of(node.target).draws and not _drops_nothing(node)
+    return op_facts_of(node.target).draws and not _has_no_dropout(node)
 
 
 def makes_random_numbers(node: fx.Node) -> bool:
     """Return whether a call makes random numbers, from a generator or by index."""
-    return op_facts_of(node.target).random and not _drops_nothing(node)
+    return op_facts_of(node.target).random and not _has_no_dropout(node)
 
 
 def draws(node: fx.Node) -> bool:
@@ -157,7 +157,7 @@ def is_random(node: fx.Node) -> bool:
     return facts.draws or (facts.random and not node.all_input_nodes)
 
 
-def _drops_nothing(node: fx.Node) -> bool:
+def _has_no_dropout(node: fx.Node) -> bool:
     """Return whether a call is attention without dropout, which draws no numbers."""
     schema = _torch.objects.schema_of(node.target)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):

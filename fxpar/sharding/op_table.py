@@ -130,7 +130,7 @@ def evaluate(
         rule = replace(rule, reductions=tuple(reductions.items()))
     results = tensors_of(result)
     operands = tensors_of((args, kwargs))
-    whole = any(map(_is_whole, results)) and not all(map(_counts, operands + results))
+    whole = any(map(_is_whole, results)) and not all(map(_is_count, operands + results))
     passages = _passages(entry, operand_positions(args, kwargs), whole)
     even = rule.even or entry.even
     empty = entry.empty or rule.empty
@@ -150,13 +150,13 @@ def _of_dtypes(
     dtypes. Where a dtype that wraps is cast, only maxima and minima survive; so too for
     sums of bools, which are True where any is."""
     read = [operands[i].dtype for i in passage.operands]
-    if not any(_wraps(dtype) and {dtype} != results for dtype in read):
+    if not any(_can_overflow(dtype) and {dtype} != results for dtype in read):
         return passage
     reductions = tuple(op for op in passage.reductions if op in MONOTONE)
     return replace(passage, reductions=reductions)
 
 
-def _wraps(dtype: torch.dtype) -> bool:
+def _can_overflow(dtype: torch.dtype) -> bool:
     """Return whether a sum may leave the range. 64-bit integers, used as counts, do not
     in practice."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -167,7 +167,7 @@ def _is_whole(x: torch.Tensor) -> bool:
     return not (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
-def _counts(x: torch.Tensor) -> bool:
+def _is_count(x: torch.Tensor) -> bool:
     """Return whether elements are whole numbers, of which sums of sums are exact."""
     return _is_whole(x) and x.dtype != torch.bool
 
@@ -206,10 +206,10 @@ def make(
         return tuple(factors(word) for word in words)
 
     dims: list[list[Word]] = []
-    alike: set[tuple[int, str]] = set()
+    equal_over: set[tuple[int, str]] = set()
     for i, words in enumerate(results):
         dims.append([w for w in words if w[:1] != "~"])
-        alike |= {(i, str(w[1:])) for w in words if w[:1] == "~"}
+        equal_over |= {(i, str(w[1:])) for w in words if w[:1] == "~"}
     return Rule(
         tuple(tensor(t) for t in operands),
         tuple(tensor(t) for t in dims),
@@ -217,7 +217,7 @@ def make(
         frozenset(whole),
         tuple((reductions or {}).items()),
         tuple(passages),
-        alike=frozenset(alike),
+        equal_over=frozenset(equal_over),
     )
 
 

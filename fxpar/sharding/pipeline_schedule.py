@@ -83,7 +83,7 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
 
 # The schedules of "auto" where forward and backward are one program, and where they are
 # two.
-AUTO, AUTO_APART = "1f1b", "gpipe"
+AUTO, AUTO_SEPARATE = "1f1b", "gpipe"
 
 
 def stage_places(name: str, places: int) -> tuple[int, ...]:

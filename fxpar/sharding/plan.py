@@ -231,10 +231,10 @@ class Plan:
         try:
             return self._specs[name]
         except KeyError:
-            near = [full_name for full_name in self._specs if name in full_name][:5]
+            similar = [full_name for full_name in self._specs if name in full_name][:5]
             raise PlanError(
                 f"the plan has no value named {name!r}",
-                fix=f"names are such as {near or list(self._specs)[:5]}",
+                fix=f"names are such as {similar or list(self._specs)[:5]}",
             ) from None
 
     def why(self, name: str) -> str:

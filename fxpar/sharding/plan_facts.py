@@ -57,16 +57,16 @@ def owners(program: Program) -> list[str]:
         for i, path in _readers(program).items():
             paths[i] = None if in_backward[i] else path
         _fill([ops[i] for i in forward], paths)
-    made_by: dict[Any, Path | None] = {}
+    path_of_call: dict[Any, Path | None] = {}
     for i in forward:
         # The first op with a number is the one that autograd saw: later ones, which
         # need no gradient, carry the number of the last that did.
-        made_by.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
+        path_of_call.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
     backward = [op.index for op in ops if in_backward[op.index]]
     for i in backward:
         # A sum of gradients has the number of the op that autograd saw last.
         if paths[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
-            paths[i] = made_by.get(ops[i].node.meta.get("seq_nr"))
+            paths[i] = path_of_call.get(ops[i].node.meta.get("seq_nr"))
     _fill([ops[i] for i in backward], paths)
     return [
         ("backward/" if is_late else "forward/") + ".".join(path or ())
@@ -174,7 +174,7 @@ def describe(
         if v is not None
     ]
     plain = [
-        decision.settled[v] if declared.rest is None else edges.specs[v]
+        decision.settled[v] if declared.at_rest is None else edges.specs[v]
         for declared, v in fed
         if declared.kind == "input"
     ]

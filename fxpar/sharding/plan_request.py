@@ -98,7 +98,7 @@ class Request:
         return machine(self.options, 1) if self.options.hardware else None
 
     @property
-    def laid(self) -> Signature:
+    def as_planned(self) -> Signature:
         """Return the signature as it is planned: its specs in the axes of ``mesh``,
         without axes of stages and manual axes."""
         signature = self.signature
@@ -110,8 +110,8 @@ class Request:
             return signature
         return replace(
             signature,
-            inputs=tuple(_lies(x, self.mesh) for x in signature.inputs),
-            outputs=tuple(_lies(x, self.mesh) for x in signature.outputs),
+            inputs=tuple(_refined(x, self.mesh) for x in signature.inputs),
+            outputs=tuple(_refined(x, self.mesh) for x in signature.outputs),
         )
 
     @property
@@ -141,7 +141,7 @@ class Request:
         assert self.pipeline is not None, "of a program in stages"
         if self.pipeline.schedule != "auto":
             return self.pipeline.schedule
-        return schedules.AUTO if self.step else schedules.AUTO_APART
+        return schedules.AUTO if self.step else schedules.AUTO_SEPARATE
 
     def order_of(self, parts: int) -> str:
         """Return the name of the schedule for ``parts`` microbatches: where the batch
@@ -161,9 +161,11 @@ class Request:
         return replace(self, mesh=planned, meshes=(), staged=(), pipeline=pipeline)
 
 
-def _lies(end: End, mesh: Mesh) -> End:
+def _refined(end: End, mesh: Mesh) -> End:
     """Return an input or output whose spec at rest has the axes of a refined mesh."""
-    return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
+    return (
+        end if end.at_rest is None else replace(end, at_rest=end.at_rest.refined(mesh))
+    )
 
 
 def machine(options: Options, ranks: int) -> Hardware:

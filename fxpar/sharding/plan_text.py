@@ -29,9 +29,9 @@ def plan_text(plan: Plan) -> str:
     """Return the whole plan: ops with specs and user lines, then the summary."""
     lines = [*memory_warnings(plan), f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
-    near = [f"near miss: {text}" for text in plan.near]
+    miss_lines = [f"near miss: {text}" for text in plan.near]
     regions = [f"region: {text}" for text in plan.regions]
-    return "\n".join([*lines, "", summary_text(plan), *near, *regions])
+    return "\n".join([*lines, "", summary_text(plan), *miss_lines, *regions])
 
 
 def _tensors(

@@ -43,7 +43,7 @@ class Input:
     # "input", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
     # The spec it is laid out in; None lets the plan choose.
-    rest: Spec | None = None
+    at_rest: Spec | None = None
     # How the program should use the value, as a hint (entries per dim, or a Spec);
     # ``rest`` is no hint.
     use: Spec | Sequence[str] | None = None
@@ -55,7 +55,7 @@ class Input:
     @property
     def is_sharded(self) -> bool:
         """Return whether each rank holds only a part of it."""
-        return self.rest is not None and not self.rest.is_whole
+        return self.at_rest is not None and not self.at_rest.is_whole
 
     @property
     def along_stages(self) -> str:
@@ -64,7 +64,7 @@ class Input:
         """
         if self.stage_dim is not None:
             return "split"
-        return "own" if self.rest is None else "whole"
+        return "own" if self.at_rest is None else "whole"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Output:
     # The input of a gradient or a mutation.
     of: int | None = None
     # The spec it must have; None: as ``lie`` says.
-    rest: Spec | None = None
+    at_rest: Spec | None = None
     # "open": as the plan has it; "even": the same, but whole in dims of unequal shards;
     # "whole".
     lie: str = "open"
@@ -88,12 +88,12 @@ class Output:
     @property
     def is_free(self) -> bool:
         """Return whether the plan chooses its layout."""
-        return self.rest is None and self.lie == "open"
+        return self.at_rest is None and self.lie == "open"
 
     def spec(self, settled: Spec) -> Spec:
         """Return the spec of the output, given the spec in which its value settled."""
-        if self.rest is not None:
-            return self.rest
+        if self.at_rest is not None:
+            return self.at_rest
         if self.lie in ("open", "even"):
             return settled.without_partial()
         return Spec.whole(len(settled.dims))
@@ -266,7 +266,7 @@ def is_view(op: Op) -> bool:
     return facts.view or facts.reshapes
 
 
-def contracts(op: Op) -> bool:
+def is_contraction(op: Op) -> bool:
     """Return whether two operands share a factor that is summed over. Indices and masks
     are not counted: an op that adds at indices multiplies nothing."""
     floating = {

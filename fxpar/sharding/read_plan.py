@@ -202,12 +202,12 @@ def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, .
     """Return the ops, with the lists saved next to them: lines, modules and reads."""
     names = set(values)
     nodes = saved["nodes"].items()
-    beside = {
+    lists = {
         name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
         or [Saved(empty, name)] * len(nodes)
         for name, empty in (("lines", None), ("modules", None), ("reads", ()))
     }
-    rows = zip(nodes, *beside.values(), strict=True)
+    rows = zip(nodes, *lists.values(), strict=True)
     return tuple(
         replace(
             _node(node, mesh, names),

@@ -23,7 +23,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.near_rows import near, reaches_of
+from fxpar.sharding.near_rows import reaches_of, with_windows
 from fxpar.sharding.op_table import evaluate, tensors_of
 from fxpar.sharding.ops import row_of
 from fxpar.sharding.ops.custom_op_rules import axes_inside, manual_axes, pinned
@@ -127,7 +127,7 @@ class RuleReader:
         )
         rule, has_rule = self._make(node, args, kwargs)
         if has_rule and reaches:
-            rule = near(rule, node, reaches)
+            rule = with_windows(rule, node, reaches)
         if has_rule and length is not None:
             rule = in_bags(rule, node, length)
         answer = rule, has_rule, next(self._kinds)
@@ -209,7 +209,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
     def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
         index = len(values)
-        if _torch.fake.depends_on_data(tensor):
+        if _torch.fake.is_data_dependent(tensor):
             raise PlanError(
                 f"{name} ({node.target}) has a size that depends on data",
                 where=user_line(node),

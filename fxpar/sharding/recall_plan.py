@@ -88,7 +88,7 @@ def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
     cannot run it."""
     factors = tuple((factor, mesh.parts(axes)) for factor, axes in node.factors)
     strategy = Strategy(factors, node.passes)
-    why = _misfit(op.rule, strategy, mesh) or _unlike(op, node)
+    why = _misfit(op.rule, strategy, mesh) or _difference(op, node)
     if why:
         raise PlanError(
             f"the plan does not fit op {op.name} ({op.target}): {why}",
@@ -98,7 +98,7 @@ def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
     return strategy
 
 
-def _unlike(op: Op, node: NodePlan) -> str | None:
+def _difference(op: Op, node: NodePlan) -> str | None:
     """Return why the plan was made for another op of this name; None if it was not."""
     if node.op != str(op.target):
         return f"it was made for {node.op}"

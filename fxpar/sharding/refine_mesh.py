@@ -112,7 +112,7 @@ def _for_views(program: Program, request: Request, axes: Sequence[str]) -> Mesh:
     seconds = {}
     for each in (mesh, parts):
         on = request.on(each)
-        decision = decide_on(replace(program, signature=on.laid), on)
+        decision = decide_on(replace(program, signature=on.as_planned), on)
         seconds[each] = reshard_seconds(decision.program, decision.edges, each)
     return min(seconds, key=seconds.__getitem__)
 
@@ -146,8 +146,8 @@ def by_speed(
     if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
         mesh = replace(mesh, shares=mode.mesh.unrefined.shares)
     shares_by_axis = dict(zip(mesh.names, mesh.shares, strict=True))
-    alike = _cut_alike(request, regions=regions)
-    for axis, why in alike.items():
+    fixed = _equally_cut_axes(request, regions=regions)
+    for axis, why in fixed.items():
         if mesh.weights_of(axis):
             raise MeshError(
                 f"mesh {mesh} has unequal shares along {axis}, and {why} are equal",
@@ -155,13 +155,13 @@ def by_speed(
             )
     if isinstance(mode, Plan):
         return mesh, ()
-    open_ = [a for a in mesh.unlike if shares_by_axis[a] is None and a not in alike]
+    open_ = [a for a in mesh.unlike if shares_by_axis[a] is None and a not in fixed]
     batch_axes_open = [axis for axis in open_ if axis in batch_axes(mesh)]
     shares = {axis: mesh.speeds_of(axis) for axis in batch_axes_open}
     return rounded(mesh.with_shares(shares), batch_axes_open, rows), tuple(open_)
 
 
-def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
+def _equally_cut_axes(request: Request, *, regions: bool) -> dict[str, str]:
     """Return axis -> the name of the parts that must be equal on all ranks along it."""
     cutters = {
         "the shards of manual regions": regions,
@@ -177,8 +177,10 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     return {
         axis_of(axis): f"the shards of {end.name} at rest"
         for end in request.signature.inputs
-        if end.is_sharded and end.rest is not None and (is_run or end.kind != "input")
-        for axis in end.rest.sharded_axes
+        if end.is_sharded
+        and end.at_rest is not None
+        and (is_run or end.kind != "input")
+        for axis in end.at_rest.sharded_axes
     }
 
 
@@ -195,10 +197,10 @@ def _named_axes(
             names = axes_of(str(op.node.args[1]).split(","), what)
             yield what, user_line(op.node), names
     signature = request.signature
-    rests = [(end.name, end.rest) for end in signature.inputs]
-    rests += [(end.name, end.rest) for end in signature.outputs]
+    ends_at_rest = [(end.name, end.at_rest) for end in signature.inputs]
+    ends_at_rest += [(end.name, end.at_rest) for end in signature.outputs]
     uses = [(end.name, end.use) for end in signature.inputs]
-    for name, spec in (*rests, *uses):
+    for name, spec in (*ends_at_rest, *uses):
         if spec is not None:
             what = f"spec given for {name}"
             yield (
@@ -215,16 +217,16 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
         out |= dict.fromkeys(op.rule.pin, "a manual region is over it")
     signature = program.signature
     ends = [
-        (end.name, end.rest, v)
+        (end.name, end.at_rest, v)
         for end, v in zip(signature.inputs, program.inputs, strict=True)
     ]
     ends += [
-        (end.name, end.rest, v)
+        (end.name, end.at_rest, v)
         for end, v in zip(signature.outputs, program.outputs, strict=True)
     ]
-    for name, rest, v in ends:
+    for name, at_rest, v in ends:
         shape = program.values[v].shape if v is not None else ()
-        for rows, axes in zip(shape, rest.dims if rest else (), strict=False):
+        for rows, axes in zip(shape, at_rest.dims if at_rest else (), strict=False):
             has_axes = all(map(mesh.has, axes))
             if has_axes and not shard_sizes.is_even(rows, mesh, axes):
                 why = f"{name} has {rows} rows in unequal shards"

@@ -54,10 +54,10 @@ def of_one_stage(signature: Signature, axis: str) -> Signature:
     axis splits."""
 
     def bare(end: End) -> End:
-        if end.rest is None or axis not in end.rest.axes:
+        if end.at_rest is None or axis not in end.at_rest.axes:
             return end
-        (dim,) = (d for d, axes in enumerate(end.rest.dims) if axis in axes)
-        return replace(end, rest=end.rest.without({axis}), stage_dim=dim)
+        (dim,) = (d for d, axes in enumerate(end.at_rest.dims) if axis in axes)
+        return replace(end, at_rest=end.at_rest.without({axis}), stage_dim=dim)
 
     inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -90,7 +90,7 @@ def over_stages(
         strategies,
         settled,
         mesh,
-        apart=(axis,),
+        unequal_axes=(axis,),
         manual=decision.manual,
         averaged=decision.averaged,
     )
@@ -118,9 +118,9 @@ def _resting(signature: Signature, axis: str) -> Signature:
     """Return the signature with the axis of stages in the specs at rest."""
 
     def whole(end: End) -> End:
-        if end.stage_dim is None or end.rest is None:
+        if end.stage_dim is None or end.at_rest is None:
             return end
-        return replace(end, rest=with_splits(end.rest, ((axis, end.stage_dim),)))
+        return replace(end, at_rest=with_splits(end.at_rest, ((axis, end.stage_dim),)))
 
     inputs, outputs = map(whole, signature.inputs), map(whole, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))

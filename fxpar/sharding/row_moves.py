@@ -46,8 +46,8 @@ class Run:
             other.first == self.first + self.count * step
             and other.at == self.at + self.count * stride
         )
-        alike = other.count == 1 or (other.step, other.stride) == (step, stride)
-        if not (follows and alike and step and stride > 0):
+        has_same_step = other.count == 1 or (other.step, other.stride) == (step, stride)
+        if not (follows and has_same_step and step and stride > 0):
             return None
         return Run(self.first, step, self.count + other.count, self.at, stride)
 
@@ -113,13 +113,13 @@ def runs(exchange: Exchange, mesh: Mesh) -> Runs:
             own = _meeting(first, piece.step, len(inside), start, rows)
             if not own:
                 continue
-            before = sum(n for _, n in source_rows[giver][: piece.source]) - start
-            behind = sum(n for _, n in to[: piece.target]) - begin
+            source_start = sum(n for _, n in source_rows[giver][: piece.source]) - start
+            target_start = sum(n for _, n in to[: piece.target]) - begin
             run = Run(
-                before + first + piece.step * own.start,
+                source_start + first + piece.step * own.start,
                 piece.step,
                 len(own),
-                behind + piece.at + piece.stride * (inside.start + own.start),
+                target_start + piece.at + piece.stride * (inside.start + own.start),
                 piece.stride,
             )
             _append(table[giver][taker], run)

@@ -100,7 +100,7 @@ def is_even(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     return rows % mesh.count(axes) == 0
 
 
-def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
+def is_exact(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Return whether nothing is rounded: n times as many rows have shards n times as
     large."""
     if not has_shares(mesh, axes):
@@ -113,7 +113,7 @@ def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     return True
 
 
-def may_split(
+def can_split(
     rows: int, mesh: Mesh, axes: Sequence[str], *, even: bool = False
 ) -> bool:
     """Return whether a plan may split a dim over these axes unasked: where all shards
@@ -130,7 +130,7 @@ def may_split(
     return is_long or any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
 
 
-def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
+def is_in_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Return whether DTensor's ``Shard`` over the axes gives these shards: equal
     ones, or chunks of whole axes in mesh order. (An axis cuts 5 rows into 2, 2, 1,
     0; its parts, 2 by 2, into 2, 1, 1, 1. DTensor (2.13) cannot make unequal strided

@@ -90,7 +90,7 @@ def pays(
     return not sends_more and row_moves.seconds(window, mesh, row) < seconds
 
 
-def alike(exchange: Exchange) -> Exchange | None:
+def sharing_key(exchange: Exchange) -> Exchange | None:
     """Return a key that is equal for all exchanges that may share one; None if it
     cannot be shared."""
     if not is_split(exchange):

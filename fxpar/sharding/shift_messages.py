@@ -85,7 +85,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Axes, int]]:
         dim, by = shifted
         spec = operand_spec(op.rule, strategy, 0)
         exchange = exchange_of(op.rule.moves[0], [spec], [spec], mesh)
-        if not by_permutes(op.target, exchange, mesh):
+        if not is_by_permutes(op.target, exchange, mesh):
             return []
         return _permutes(_shard(op, strategy, mesh, 0), dim, by, by, mesh)
     out, shard_of = [], cache(partial(_shard, op, strategy, mesh))
@@ -180,7 +180,7 @@ def exchange_of_window(
     return Exchange(moves, axes, (True,), (True,))
 
 
-def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
+def is_by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
     """Return whether ranks exchange rows by permutes of pieces (``sent``), as for a
     shift of equal shards."""
     (rows, *_), axes = exchange.moves.sources, exchange.axes
@@ -199,7 +199,7 @@ def exchanges(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Exchange, fl
     for moves in op.rule.moves:
         shard, dim = shard_of(0), moves.dim
         exchange = exchange_of(moves, operands, results, mesh)
-        if exchange.axes and not by_permutes(op.target, exchange, mesh):
+        if exchange.axes and not is_by_permutes(op.target, exchange, mesh):
             out.append((exchange, float(shard.bytes_of(dim, 1))))
         axes = results[0].dims[dim]
         shard.shape[dim] = shard_sizes.largest(moves.targets[0], mesh, axes)

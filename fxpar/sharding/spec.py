@@ -156,7 +156,7 @@ class Spec:
         """Return the spec without the splits that a DTensor's ``Shard`` cannot
         express."""
         dims = [
-            axes if shard_sizes.are_chunks(size, mesh, axes) else ()
+            axes if shard_sizes.is_in_chunks(size, mesh, axes) else ()
             for size, axes in zip(shape, self.dims, strict=True)
         ]
         return Spec.of(dims, self.partial)
@@ -260,8 +260,8 @@ class Spec:
         for axis in mesh.names:
             if axis in where:
                 dim, i = where[axis]
-                above = [a for a in spec.dims[dim][:i] if order[a] > order[axis]]
-                split = mesh.count(above)
+                major_axes = [a for a in spec.dims[dim][:i] if order[a] > order[axis]]
+                split = mesh.count(major_axes)
                 out.append(strided_shard(dim, split) if split > 1 else Shard(dim))
             elif axis in reductions:
                 out.append(Partial(reductions[axis]))

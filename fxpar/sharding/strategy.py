@@ -98,9 +98,9 @@ def project(
         unassigned = list(axes)
         for factor in dim:
             rows_left, factor_axes = size[factor], []
-            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
+            alone = _can_differ(even, factor) and _is_alone(dim, factor, size)
             while unassigned and (
-                alone or shard_sizes.divides(rows_left, mesh, unassigned[:1])
+                alone or shard_sizes.is_exact(rows_left, mesh, unassigned[:1])
             ):
                 rows_left = shard_sizes.largest(rows_left, mesh, unassigned[:1])
                 factor_axes.append(unassigned.pop(0))
@@ -116,7 +116,7 @@ def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
     return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
 
 
-def _may_differ(even: Container[str] | None, factor: str) -> bool:
+def _can_differ(even: Container[str] | None, factor: str) -> bool:
     """Return whether shards of a factor may have several sizes."""
     return even is not None and factor not in even
 
@@ -134,8 +134,8 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
             return False
     for factor, least in rule.least:
         rows, axes = rule.size[factor], axes_of.get(factor, ())
-        alike = shard_sizes.is_even(rows, mesh, axes)
-        if not alike and shard_sizes.smallest(rows, mesh, axes) < least:
+        has_equal_shards = shard_sizes.is_even(rows, mesh, axes)
+        if not has_equal_shards and shard_sizes.smallest(rows, mesh, axes) < least:
             return False
     # In windows a row of zeros gives zero, so a sum over it is right.
     summed = rule.contracted - rule.moved
@@ -145,12 +145,12 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         if rows and not shard_sizes.smallest(rows, mesh, axes):
             return False
     return all(
-        expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
+        is_expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
         for dims in rule.tensors
     )
 
 
-def expressible(
+def is_expressible(
     dims: Dims,
     axes_of: Mapping[str, Axes],
     size: Mapping[str, int],
@@ -168,9 +168,9 @@ def expressible(
             axes = axes_of.get(factor, ())
             if axes and not complete:
                 return False
-            may_differ, rows = _may_differ(even, factor), size[factor]
+            may_differ, rows = _can_differ(even, factor), size[factor]
             alone = may_differ and _is_alone(dim, factor, size)
-            if not alone and not shard_sizes.divides(rows, mesh, axes):
+            if not alone and not shard_sizes.is_exact(rows, mesh, axes):
                 return False
             if not may_differ and not shard_sizes.is_even(rows, mesh, axes):
                 return False

@@ -573,7 +573,7 @@ def test_a_change_of_any_layer_is_seen_afterwards(index: int, change: str) -> No
 def test_sources_are_moved_as_torch_moves_them() -> None:
     from torch._dynamo.source import AttrSource, LocalSource
 
-    from fxpar._torch.alike_layers import sources_moved_once
+    from fxpar._torch.identical_layers import sources_moved_once
 
     first, other = LocalSource("first"), LocalSource("other")
     within = AttrSource(first, "within")

@@ -152,7 +152,7 @@ def test_random_states_are_saved_beside_the_mesh_of_parameters_at_rest() -> None
 
 
 def unordered() -> str:
-    with mock.patch.object(aot, "_objects_behind_generators", contextlib.nullcontext):
+    with mock.patch.object(aot, "_objects_of_generators", contextlib.nullcontext):
         try:
             attended("dp=2")
         except AssertionError as error:
@@ -163,7 +163,7 @@ def unordered() -> str:
 @MENDED_2_14
 @pytest.mark.slow
 def test_torch_puts_random_states_behind_the_mesh() -> None:
-    """``_objects_behind_generators`` can go with the last torch before 2.14."""
+    """``_objects_of_generators`` can go with the last torch before 2.14."""
     for error in shared_pool(2).run(unordered):
         assert "expected all tensors_saved_with_vc_check" in error
 

@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "resnet")
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2")
-FORMS, RESTS = ("step", "compile"), ("whole", "sharded")
-COLUMNS = (MODELS, MESHES, (1, 2, 4, 8), tuple(SCHEDULES), FORMS, RESTS)
+FORMS, AT_REST = ("step", "compile"), ("whole", "sharded")
+COLUMNS = (MODELS, MESHES, (1, 2, 4, 8), tuple(SCHEDULES), FORMS, AT_REST)
 
 
 def can_be(row: Row) -> bool:

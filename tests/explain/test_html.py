@@ -255,9 +255,9 @@ def test_layers_that_differ_are_not_folded() -> None:
     (forward,) = tree(modules, keys)
     assert isinstance(forward, ModuleGroup)
     first, third, last = forward.items
-    assert (first.label, first.alike) == ("h.0 … h.1", True)
-    assert (third.label, third.alike) == ("h.2", False)
-    assert (last.label, last.alike) == ("h.3 … h.4", True)
+    assert (first.label, first.is_repeated) == ("h.0 … h.1", True)
+    assert (third.label, third.is_repeated) == ("h.2", False)
+    assert (last.label, last.is_repeated) == ("h.3 … h.4", True)
     assert tree(["forward/a", "forward/b"], [0, 0])[0].items[0].label == "a", (
         "modules without a number are never folded"
     )

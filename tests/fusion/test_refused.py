@@ -462,11 +462,11 @@ def test_what_goes_wrong_in_a_verb_names_the_line(
     ):
         ONE.after("hoist(all_reduce)")
     search = schedule_attempts.Attempts.__new__(schedule_attempts.Attempts)
-    search.near, search.schedule = [], Schedule()
+    search.near_misses, search.schedule = [], Schedule()
     monkeypatch.setattr(search, "timeline", lambda s: ONE.after(str(s)))
     with pytest.raises(apply_schedule.Unexpected):  # it is no near miss
         search.attempt(Schedule.parse("hoist(all_reduce)"), "")
-    assert not search.attempt(Schedule.parse("split(mm)"), "") and search.near
+    assert not search.attempt(Schedule.parse("split(mm)"), "") and search.near_misses
 
 
 @pytest.mark.parametrize("given", ["mm_default_1", "slice_tensor", "torch"])

@@ -171,7 +171,9 @@ def test_what_does_not_pay_is_told() -> None:
     chosen = choose(lifted(toy), Mesh.parse("tp=4"), quick)
     assert not chosen.schedule
     assert chosen.seconds[0] == chosen.seconds[1]
-    assert any("us more of communication" in text for text in chosen.near), chosen.near
+    assert any("us more of communication" in text for text in chosen.near_misses), (
+        chosen.near_misses
+    )
 
 
 def two(x: Any, r: Any) -> Any:

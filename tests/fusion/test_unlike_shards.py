@@ -15,9 +15,9 @@ from torch import fx, nn
 import fxpar
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import unlike_shards
+from fxpar.fusion import uneven_ops
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.unlike_shards import UnlikeOp, closed
+from fxpar.fusion.uneven_ops import UnevenOp, closed
 from fxpar.graph import collective_nodes
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes.order.forward_backward import as_run
@@ -112,7 +112,7 @@ def test_what_reads_a_closed_op_is_closed() -> None:
     torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
     targets = [node.target for node in _closed_ops(plan).nodes]
     assert torch.ops.aten.mm.default not in targets
-    assert sum(isinstance(target, UnlikeOp) for target in targets) >= 3
+    assert sum(isinstance(target, UnevenOp) for target in targets) >= 3
 
 
 def test_what_is_closed() -> None:
@@ -122,7 +122,7 @@ def test_what_is_closed() -> None:
     inner = [
         next(n for n in region.target.graph.nodes if n.op == "call_function")
         for region in graph.nodes
-        if isinstance(region.target, UnlikeOp)
+        if isinstance(region.target, UnevenOp)
     ]
     shapes = {n for node in inner for n in node.meta["val"].shape}
     assert inner and 19 in shapes and 64 // 2 not in shapes
@@ -133,7 +133,7 @@ def test_what_is_closed() -> None:
 def test_a_line_that_names_unlike_shards_is_refused() -> None:
     plan, _ = planned("tp=2", hints=HINTS)
     graph = _closed_ops(plan)
-    item = next(node for node in graph.nodes if unlike_shards.is_closed(node))
+    item = next(node for node in graph.nodes if uneven_ops.is_closed(node))
     with pytest.raises(ScheduleError, match="has shards of unequal sizes"):
         apply(f"cut({item.name}, axes=tp)", plan.result.local, plan.mesh)
 

@@ -17,7 +17,7 @@ from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
-from fxpar.sharding.op_facts import takes_from_generator
+from fxpar.sharding.op_facts import is_drawn_from_generator
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter
 
@@ -56,13 +56,13 @@ def _any_view(patch: pytest.MonkeyPatch) -> None:
             node = node.all_input_nodes[0]
         return node
 
-    patch.setattr(fused_matmul, "_behind_reshapes", seen)
+    patch.setattr(fused_matmul, "_before_reshapes", seen)
 
 
 def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """A ring's ranks are taken to hold the same part."""
 
-    def cutter(*args: Any, apart: Any = (), **how: Any) -> slice_op.Cutter:
+    def cutter(*args: Any, outside_axes: Any = (), **how: Any) -> slice_op.Cutter:
         return slice_op.Cutter(*args, **how)
 
     patch.setattr(overlap, "Cutter", cutter)
@@ -368,7 +368,7 @@ def test_attention_without_dropout_draws_nothing() -> None:
         shape = ("[_, _, _, _]", (1, 1, 4, 4))
         toy = Toy(lambda q: op(q, q, q, dropout)[0], shape)
         assert toy.before.find_nodes(op="call_function", target=op)
-        return [node for node in toy.before.nodes if takes_from_generator(node)]
+        return [node for node in toy.before.nodes if is_drawn_from_generator(node)]
 
     assert not program(0.0)
     assert len(program(0.5)) == 1

@@ -46,7 +46,7 @@ def planned(
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Any:
         end = call.declare(kind, payload, node, [Spec.whole(x.dim()) for x in batch])
-        return replace(end, rest=rests.get(end.name, end.rest))
+        return replace(end, at_rest=rests.get(end.name, end.at_rest))
 
     signature = read_signature(module.graph, declare)
     outputs = []
@@ -56,7 +56,7 @@ def planned(
         if rest is None:
             outputs.append(replace(out, lie="whole"))
             continue
-        outputs.append(replace(out, rest=rest))
+        outputs.append(replace(out, at_rest=rest))
         with module.graph.inserting_before(module.graph.output_node()):
             mean = module.graph.call_function(
                 torch.ops.fxpar.mean_over_ranks.default, (results[k], str(rest))

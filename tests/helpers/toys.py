@@ -16,7 +16,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.passes.simulate import lockstep
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_facts import takes_from_generator
+from fxpar.sharding.op_facts import is_drawn_from_generator
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def own_generators(ranks: int) -> Iterator[None]:
     kept, states = lockstep._compute, [torch.get_rng_state()] * ranks
 
     def compute(node: fx.Node, env: Any, size: int) -> list[Any]:
-        if not takes_from_generator(node):
+        if not is_drawn_from_generator(node):
             return kept(node, env, size)
         out = []
         for rank in range(size):

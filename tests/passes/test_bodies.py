@@ -418,7 +418,7 @@ def test_what_is_drawn_in_order_is_refused_inside(draw: Callable[..., Any]) -> N
 
 
 def test_bodies_that_take_no_seed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_seeds, "_draws", lambda *_: False)
+    monkeypatch.setattr(body_seeds, "_has_draws", lambda *_: False)
     with pytest.raises(PlanError, match="same random numbers"):
         planned(NOISY["noisy_branches"])
 

@@ -130,17 +130,17 @@ def test_crossings_become_specs_of_inputs_and_gradients() -> None:
     declared = traced.found.declare(traced.signature)
     (parameter,) = (i for i in declared.inputs if i.kind == "parameter")
     (gradient,) = (o for o in declared.outputs if o.kind == "gradient")
-    assert parameter.rest == gradient.rest == spec
+    assert parameter.at_rest == gradient.at_rest == spec
     assert parameter.use is None  # an open hint says nothing
     others = [i for i in declared.inputs if i.kind != "parameter"]
-    assert [i.rest for i in others] == [None] * len(others)
+    assert [i.at_rest for i in others] == [None] * len(others)
 
 
 def test_a_hint_is_where_its_use_starts() -> None:
     traced = Traced(linear, "[tp, dp]", hint="tp,?")
     declared = traced.found.declare(traced.signature)
     (parameter,) = (i for i in declared.inputs if i.kind == "parameter")
-    assert parameter.rest == Spec("tp", "dp") and parameter.use == ("tp", "?")
+    assert parameter.at_rest == Spec("tp", "dp") and parameter.use == ("tp", "?")
 
 
 def twice(layer: Layer, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch import fx
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.passes.order.copy_together import LEAST, copy_together
+from fxpar.passes.order.copy_into_buckets import LEAST, copy_into_buckets
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def test_what_lies_in_memory_is_copied_by_one_call() -> None:
     module, xs = graph_of(2, 12)
     want = module(*xs)
     before = run_and_get_code(torch.compile(module), *xs)[1][0]
-    copy_together(module.graph)
+    copy_into_buckets(module.graph)
     module.recompile()
     assert torch.equal(module(*xs), want)
     torch._dynamo.reset()
@@ -42,7 +42,7 @@ def test_a_dim_that_is_named_is_kept() -> None:
     (node,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
     node.args, node.kwargs = node.args[:1], {"dim": node.args[1]}
     want = module(*xs)
-    copy_together(module.graph)
+    copy_into_buckets(module.graph)
     module.recompile()
     assert node.target is torch.ops.fxpar.join.default
     assert torch.equal(module(*xs), want)
@@ -52,5 +52,5 @@ def test_what_is_computed_goes_where_it_belongs() -> None:
     for computed, given in ((8, LEAST), (0, LEAST - 1)):
         module, _ = graph_of(computed, given)
         text = str(module.graph)
-        copy_together(module.graph)
+        copy_into_buckets(module.graph)
         assert str(module.graph) == text

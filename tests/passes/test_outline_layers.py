@@ -346,7 +346,7 @@ def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
-        with mock.patch.object(layer_segments, "_may_start_later", never):
+        with mock.patch.object(layer_segments, "_can_start_later", never):
             cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.order.forward_backward import regather, save_alike
+from fxpar.passes.order.forward_backward import regather, save_readers_of_recomputed
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def test_gathered_parameters_are_recomputed() -> None:
 def test_what_reads_them_in_the_forward_is_saved() -> None:
     graph, nodes = linear()
     regather(graph)
-    save_alike(graph)
+    save_readers_of_recomputed(graph)
     assert tags(nodes) == RECOMPUTED | {"sum": CheckpointPolicy.MUST_SAVE}
 
 
@@ -55,6 +55,6 @@ def test_what_the_user_recomputes_stays_so() -> None:
     graph, nodes = linear()
     nodes["sum"].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     regather(graph)
-    save_alike(graph)
+    save_readers_of_recomputed(graph)
     recomputed = RECOMPUTED | {"sum": CheckpointPolicy.MUST_RECOMPUTE}
     assert tags(nodes) == recomputed | {"after": CheckpointPolicy.MUST_SAVE}

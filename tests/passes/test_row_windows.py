@@ -288,8 +288,8 @@ def test_parts_of_a_dim(name: str, mesh: str) -> None:
 
 
 def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = adaptive_pools.LaidOutParts
-    monkeypatch.setattr(parts, "laid_out", lambda self, x, fill: _unmasked(self, x))
+    parts = adaptive_pools.UnevenParts
+    monkeypatch.setattr(parts, "arranged", lambda self, x, fill: _unmasked(self, x))
     with pytest.raises(AssertionError):
         check(*planned(PARTS["averages"]))
 
@@ -345,7 +345,7 @@ def rows_put_and_not_added(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pools, "_counts_by_place", lambda *_: False)
+    patch.setattr(pools, "_can_count_by_place", lambda *_: False)
 
 
 def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:

@@ -253,10 +253,10 @@ def test_what_looks_like_it_stays(name: str) -> None:
 def test_a_row_that_was_no_padding_is_missed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = rows_in_turn._pads
+    real = rows_in_turn._is_end_pad
     monkeypatch.setattr(
         rows_in_turn,
-        "_pads",
+        "_is_end_pad",
         lambda node, dim, rows: rows > 0 or real(node, dim, rows),
     )
     fn, rows, _ = TWINS[name]

@@ -20,9 +20,9 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import (
-    PartedGraph,
-    parted,
-    parted_as_run,
+    PhasedGraph,
+    phases_as_run,
+    split_phases,
 )
 from fxpar.passes.order.order_collectives import (
     Settings,
@@ -486,16 +486,16 @@ def test_more_ahead_is_another_order_where_a_gather_could_start_earlier(
     """Settings of one order give the very same program, and of others another."""
     sketch = Sketch()
     layers(sketch, count)
-    parts = parted(sketch.graph)
+    parts = split_phases(sketch.graph)
     assert Orders(parts).started == count
     settings = [Settings(ahead=ahead, gathers=0) for ahead in (1, 2, 4)]
     check_orders(parts, settings)
 
 
-def check_orders(parts: PartedGraph, settings: Sequence[Settings]) -> int:
+def check_orders(parts: PhasedGraph, settings: Sequence[Settings]) -> int:
     """Settings are of one order if and only if they give one program; how many."""
     orders = Orders(parts)
-    pairs = {(orders.of(s), str(parted_as_run(parts, settings=s))) for s in settings}
+    pairs = {(orders.of(s), str(phases_as_run(parts, settings=s))) for s in settings}
     count = len({order for order, _ in pairs})
     assert len(pairs) == count == len({text for _, text in pairs})
     return count
@@ -510,7 +510,7 @@ def test_buckets_that_hold_the_same_are_of_one_order(sketch: Sketch) -> None:
     sums = [sketch.reduce(sketch.call(aten.sin, t)) for t in tangents]
     sums.append(sketch.reduce(sketch.call(aten.maximum, sums[0], tangents[0])))
     sketch.output(*(sketch.call(aten.sin, w) for w in gathered), *sums)
-    parts, row = parted(sketch.graph), 4 * 8
+    parts, row = split_phases(sketch.graph), 4 * 8
     sizes = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 16, 17, 20, 21, 99]
     bytes_of_buckets = [row * size for size in sizes]
     reductions = [Settings(bucket=size, gathers=0) for size in bytes_of_buckets]
@@ -528,7 +528,7 @@ def test_a_phase_is_ordered_once_for_settings_that_order_it_alike(
         h = sketch.call(aten.mm, h, sketch.gather(w))
     sums = [sketch.reduce(sketch.call(op, tangent)) for op in (aten.sin, aten.exp)]
     sketch.output(h, *sums)
-    before, orders = str(sketch.graph), Orders(parted(sketch.graph))
+    before, orders = str(sketch.graph), Orders(split_phases(sketch.graph))
     first = orders.as_run(Settings(bucket=0, ahead=1)).graphs
     buckets = orders.as_run(Settings(bucket=999, gathers=0, ahead=1)).graphs
     ahead = orders.as_run(Settings(bucket=0, ahead=2)).graphs
@@ -545,7 +545,7 @@ def test_gathers_that_start_ahead_are_those_that_are_read_next(sketch: Sketch) -
     x, w = sketch.input(4, 4), sketch.input(1, 4)
     h = sketch.call(aten.mm, x, sketch.gather(sketch.gather(w, TP)))
     sketch.output(sketch.gather(sketch.call(aten.sin, h)))
-    assert Orders(parted(sketch.graph)).started == 1
+    assert Orders(split_phases(sketch.graph)).started == 1
 
 
 def test_gathers_at_the_top_go_to_where_they_are_read(sketch: Sketch) -> None:

@@ -33,7 +33,7 @@ from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order import forward_backward
-from fxpar.passes.order.forward_backward import as_run, parted, parted_as_run
+from fxpar.passes.order.forward_backward import as_run, phases_as_run, split_phases
 from fxpar.passes.order.order_collectives import Settings
 from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader, launches_of
@@ -800,7 +800,7 @@ def test_a_forward_is_copied_once():
 def test_launches_of_phases_are_those_of_both_in_one_graph():
     """Again and again, a forward read once: reading a backward changes none of it."""
     for tag in (False, True):
-        parts, reader = parted(joint(tag=tag)), PhaseReader()
+        parts, reader = split_phases(joint(tag=tag)), PhaseReader()
         orders, steps = Orders(parts), []
         for settings in (Settings(), Settings(bucket=0), Settings()):
             phases = orders.as_run(settings)
@@ -810,7 +810,7 @@ def test_launches_of_phases_are_those_of_both_in_one_graph():
                 simulate(parts.graph, machine().on(MESH), machine(), launches=each)
                 for each in (launches, again)
             ]
-            whole = parted_as_run(parts, settings=settings)
+            whole = phases_as_run(parts, settings=settings)
             together = simulate(whole, machine().on(MESH), machine())
             for step in apart:
                 assert [replace(e, name="", of=None) for e in step.events] == [
@@ -969,7 +969,7 @@ def resting(model: nn.Module, mesh: Mesh, *args: Any) -> TracedPlan:
         if kind != "parameter":
             return made
         rest = Spec.of([mesh.names, *[()] * (node.meta["val"].dim() - 1)])
-        return dataclasses.replace(made, rest=rest)
+        return dataclasses.replace(made, at_rest=rest)
 
     def make_output(kind: str, name: str, of: int | None) -> Output:
         return Output(name, kind, of)

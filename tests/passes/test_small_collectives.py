@@ -21,7 +21,7 @@ from fxpar.passes.order.joinable_collectives import LARGEST
 from fxpar.passes.order.sink_waits import WAIT
 from fxpar.passes.order.small_collectives import start_first, wait_last
 from fxpar.passes.simulate.launches import KINDS
-from fxpar.sharding.cost.op import contracts
+from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.program import PHASE
 from tests.helpers.sketch import REDUCE, Sketch, check_equal
 
@@ -227,7 +227,7 @@ def test_a_forward_counts_labels_beside_its_work() -> None:
     )
     graph = as_run(plan.result.local)
     nodes = list(graph.nodes)
-    work = [i for i, n in enumerate(nodes) if contracts(n.target)]
+    work = [i for i, n in enumerate(nodes) if is_contraction(n.target)]
     starts = [i for i, n in enumerate(nodes) if n.target in KINDS]
     waits = [i for i, n in enumerate(nodes) if n.target is WAIT]
     assert starts[0] < work[0], [n.name for n in nodes]

@@ -85,10 +85,10 @@ def test_one_outlier_does_not_decide() -> None:
 
 def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
-    assert not probe_network._crosses(mesh, ["device"], 4)
-    assert probe_network._crosses(mesh, ["node"], 4)
+    assert not probe_network._is_across_nodes(mesh, ["device"], 4)
+    assert probe_network._is_across_nodes(mesh, ["node"], 4)
     with pytest.raises(MeshError, match="node\\+device are partly") as error:
-        probe_network._crosses(mesh, ["node", "device"], 4)
+        probe_network._is_across_nodes(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
 
@@ -225,7 +225,7 @@ def test_flops_are_those_of_a_local_graph(make, shape) -> None:
             one_op.family_of(n.target),
         )
         for n in graph.nodes
-        if n.op == "call_function" and one_op.contracts(n.target)
+        if n.op == "call_function" and one_op.is_contraction(n.target)
     ]
     name = "attention" if make is probe_device._attended else "convolution"
     assert counted == [(flops, dims, name), (late_flops, dims, f"{name} backward")]
@@ -262,7 +262,7 @@ def test_what_a_collective_takes_from_kernels(monkeypatch, together, lost) -> No
     monkeypatch.setattr(probe_device.Probe, "median", lambda self, fn: next(times))
     monkeypatch.setattr(probe_network, "local_ranks", lambda size: size)
     ranks = types.SimpleNamespace(mesh=Mesh.parse("dp=2"), group=lambda axes: "g")
-    found = probe_network.beside(dataclasses.replace(some, ranks=ranks))
+    found = probe_network.overlap_loss(dataclasses.replace(some, ranks=ranks))
     assert found == pytest.approx(lost)
 
 

@@ -175,7 +175,7 @@ def test_one_thread_at_a_time_tries_instructions(
     ],
 )
 def test_which_kernels_go_with_others(text: str, goes: bool) -> None:
-    assert cpp_kernels._goes_with_others(text) == goes
+    assert cpp_kernels._can_share_file(text) == goes
 
 
 @pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")

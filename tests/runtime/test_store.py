@@ -133,7 +133,7 @@ def kept_gathered(request: Request) -> Request:
 
 def resting(request: Request) -> Request:
     first, *rest = request.signature.inputs
-    first = replace(first, rest=fxpar.Spec("dp", None))
+    first = replace(first, at_rest=fxpar.Spec("dp", None))
     return replace(request, signature=replace(request.signature, inputs=(first, *rest)))
 
 

@@ -237,7 +237,7 @@ def test_parameters_rest_over_stages(
     assert whole == Spec.parse(rests)
     inputs = (Input("w", "parameter", whole),)
     (bare,) = of_one_stage(Signature(inputs, ()), "pp").inputs
-    assert bare.rest == Spec.parse(spec)
+    assert bare.at_rest == Spec.parse(spec)
 
 
 def test_a_chain_is_cut_where_less_is_sent() -> None:

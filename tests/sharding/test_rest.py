@@ -190,7 +190,7 @@ def gathered(
     plan = fxpar.plan(Model(), torch.randn(4, 8), mesh=mesh, mode="replicate")
     program = plan.result.decision.program
     inputs = tuple(
-        replace(i, rest=Spec("dp")) if i.kind == "parameter" else i
+        replace(i, at_rest=Spec("dp")) if i.kind == "parameter" else i
         for i in program.signature.inputs
     )
     program = replace(program, signature=replace(program.signature, inputs=inputs))

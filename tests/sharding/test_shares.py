@@ -77,12 +77,12 @@ def test_shards_follow_shares(rows: int, mesh: str, sizes: list[int]) -> None:
 def test_what_divides_is_cut_alike_as_rows_of_more() -> None:
     for text, rows in itertools.product(["a=2[2,1]", "a=3[1,3,2],b=2"], range(40)):
         mesh = Mesh.parse(text)
-        if shard_sizes.divides(rows, mesh, mesh.names):
+        if shard_sizes.is_exact(rows, mesh, mesh.names):
             for rank in range(mesh.size):
                 one = shard_sizes.shard(rows, mesh, mesh.names, rank)
                 more = shard_sizes.shard(5 * rows, mesh, mesh.names, rank)
                 assert more == (5 * one[0], 5 * one[1])
-    assert not shard_sizes.divides(4, Mesh.parse("a=2[2,1]"), ("a",))
+    assert not shard_sizes.is_exact(4, Mesh.parse("a=2[2,1]"), ("a",))
 
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

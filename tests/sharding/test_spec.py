@@ -95,7 +95,7 @@ def test_what_may_be_split() -> None:
     mesh = Mesh.parse("dp=2,tp=4")
 
     def may(rows: int, *axes: str) -> bool:
-        return shard_sizes.may_split(rows, mesh, axes)
+        return shard_sizes.can_split(rows, mesh, axes)
 
     assert may(8, "dp", "tp") and may(7, "dp") and may(6, "tp") and may(5, "tp")
     assert not may(1, "dp") and not may(3, "tp")  # no row for each rank

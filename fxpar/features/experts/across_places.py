@@ -36,7 +36,7 @@ def means_of_experts(
     gradients: list[fx.Node] = []
     for product in products:
         weight, gradient = _weight_of(product)
-        if weight is not None and not _is_at_rest(weight, signature, axes):
+        if weight is not None and not _is_split_at_rest(weight, signature, axes):
             return None
         if gradient is not None:
             gradients.append(gradient)
@@ -59,7 +59,7 @@ def _weight_of(product: fx.Node) -> tuple[Any, fx.Node | None]:
     return (y, None) if len(shape_of(y)) == 3 else (None, product)
 
 
-def _is_at_rest(weight: fx.Node, signature: Signature, axes: Axes) -> bool:
+def _is_split_at_rest(weight: fx.Node, signature: Signature, axes: Axes) -> bool:
     """Return whether a weight is made, expert by expert, of a parameter that is sharded
     over the axes."""
     while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
@@ -70,8 +70,8 @@ def _is_at_rest(weight: fx.Node, signature: Signature, axes: Axes) -> bool:
     if weight.op != "placeholder":
         return False
     place = weight.graph.find_nodes(op="placeholder").index(weight)
-    rest = signature.inputs[place].rest
-    return rest is not None and _is_split(rest, axes)
+    at_rest = signature.inputs[place].at_rest
+    return at_rest is not None and _is_split(at_rest, axes)
 
 
 def _is_split(spec: Spec, axes: Axes) -> bool:

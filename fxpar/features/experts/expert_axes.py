@@ -51,7 +51,7 @@ def products_by(sort: fx.Node) -> dict[fx.Node, int]:
     out = {}
     for node in sort.graph.nodes:
         ends = _ends_of(node)
-        if ends is not None and _are_row_ends(ends, sort):
+        if ends is not None and _is_row_ends(ends, sort):
             out[node] = shape_of(ends)[0]
     return out
 
@@ -64,7 +64,7 @@ def _ends_of(node: fx.Node) -> Any:
     return node.args[2] if str(node.target) in _GROUPED else None
 
 
-def _are_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
+def _is_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
     """Return whether these are the ends of each expert's rows among those that are
     sorted."""
     total = _through_casts(ends)

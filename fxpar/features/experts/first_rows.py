@@ -51,13 +51,13 @@ def mark_first_rows(graph: fx.Graph) -> None:
 def compute_first_rows(graph: fx.Graph, build: Builder) -> None:
     """Rewrite a forward or a backward in place."""
     ends_of_all = [n for n in _all_ends(graph) if n.meta["val"].device.type == "cpu"]
-    if not ends_of_all or not _torch.symbols.makes_sizes(build.fake_mode):
+    if not ends_of_all or not _torch.symbols.has_symbolic_sizes(build.fake_mode):
         return
-    if _takes_open_rows(graph, build.fake_mode):
+    if _can_take_open_rows(graph, build.fake_mode):
         _rewrite(graph, build)
 
 
-def _takes_open_rows(graph: fx.Graph, fake_mode: Any) -> bool:
+def _can_take_open_rows(graph: fx.Graph, fake_mode: Any) -> bool:
     """Return whether all ops take a number of rows that depends on data, tried on a
     copy."""
     copied_graph = copy_of(graph)
@@ -133,11 +133,11 @@ def _connected(nodes: Iterable[fx.Node]) -> set[tuple[fx.Node, int]]:
     queue = list(out)
     while queue:
         node, dim = queue.pop()
-        near = list(_read(node, dim).items())
+        connected = list(_read(node, dim).items())
         results = ((user, row_result(user, node, dim)) for user in node.users)
-        near += [(user, d) for user, d in results if d is not None]
-        queue += [pair for pair in near if pair not in out]
-        out.update(near)
+        connected += [(user, d) for user, d in results if d is not None]
+        queue += [pair for pair in connected if pair not in out]
+        out.update(connected)
     return out
 
 
@@ -178,22 +178,22 @@ class _Rewritten:
         """Return the nodes that are computed with first rows alone, in order -> the
         operands that each is computed from row by row; nothing before the ends are
         known."""
-        behind = self.ends.op == "placeholder"
+        is_past_ends = self.ends.op == "placeholder"
         inside: dict[fx.Node, dict[fx.Node, int]] = {}
         for node in self.graph.nodes:
             rows = (node, 0) in self.needs.in_order and self.needs.suffice(node, 0)
-            if behind and rows:
+            if is_past_ends and rows:
                 reads = _read(node)
                 if reads or node.target in (MM, SEND) or _is_in_order(node):
                     inside[node] = reads
-            behind = behind or node is self.ends
+            is_past_ends = is_past_ends or node is self.ends
         return inside
 
     def _count(self) -> fx.Node:
         """Return the node of how many rows there are, a number of the host."""
         inputs = self.graph.find_nodes(op="placeholder")
-        behind = inputs[-1] if self.ends.op == "placeholder" else self.ends
-        with self.build.before(behind.next), self.build.at(self.ends):
+        last_before = inputs[-1] if self.ends.op == "placeholder" else self.ends
+        with self.build.before(last_before.next), self.build.at(self.ends):
             last = self.build.call(aten.select.int, self.ends, 0, -1)
             number = self.graph.call_function(aten._local_scalar_dense.default, (last,))
             _torch.symbols.let_depend_on_data(

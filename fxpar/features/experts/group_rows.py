@@ -55,7 +55,9 @@ class GroupCopies:
         if x not in self._copies:
             source, leading = before_expand(x)
             features = shape_of(x)[1:]
-            self._copies[x] = spread(self.build, source, leading, features, self.groups)
+            self._copies[x] = expanded(
+                self.build, source, leading, features, self.groups
+            )
         return self._copies[x]
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
@@ -64,7 +66,7 @@ class GroupCopies:
             return self.of(x)
         tokens, *features = shape_of(x)
         x = self.build.call(aten.unsqueeze.default, x, 1)
-        return spread(self.build, x, [tokens, copies], features, self.groups)
+        return expanded(self.build, x, [tokens, copies], features, self.groups)
 
     def choose(self, x: fx.Node) -> fx.Node | None:
         """Return the copy that counts of each row; None if ``x`` cannot be added up."""
@@ -110,7 +112,7 @@ def before_expand(x: fx.Node) -> tuple[Any, list[int]]:
     return x, [shape_of(x)[0]]
 
 
-def spread(
+def expanded(
     build: Builder,
     x: fx.Node,
     leading: Sequence[int],

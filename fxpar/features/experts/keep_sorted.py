@@ -31,14 +31,14 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     """Rewrite a local graph in place."""
     if not any(str(node.target) in _PRODUCTS for node in graph.nodes):
         return
-    _join_alike(graph)
+    _join_equal_calls(graph)
     orders: dict[fx.Node, _InOrder] = {}
     for node in list(graph.nodes):
         order = order_of(node)
         if order is None:
             continue
         rows = orders.setdefault(order, _InOrder(build, order))
-        if rows.is_near(node.args[0], 0) or rows.has(node.args[0]):
+        if rows.can_be_in_order(node.args[0], 0) or rows.has(node.args[0]):
             with build.before(node):
                 build.replace(node, rows.of(node.args[0], 0))
         else:
@@ -97,7 +97,7 @@ class _InOrder:
         self.build, self.order = build, order
         # How many rows there is room for; None: all.
         self.rows = None if _all_rows_order(order) is order else shape_of(order)[0]
-        self._near: dict[tuple[fx.Node, int], bool] = {}
+        self._can_be: dict[tuple[fx.Node, int], bool] = {}
         self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def has(self, node: fx.Node) -> bool:
@@ -108,21 +108,23 @@ class _InOrder:
         """Note a node that reads a value in order."""
         self._in_order[read.args[0], 0] = read
 
-    def is_near(self, node: fx.Node, dim: int) -> bool:
+    def can_be_in_order(self, node: fx.Node, dim: int) -> bool:
         """Return whether a value is computed, row by row, from rows that were put back,
         and can be computed in order."""
         key = node, dim
-        if key not in self._near:
-            self._near[key] = False
-            self._near[key] = self._is_near(node, dim)
-        return self._near[key]
+        if key not in self._can_be:
+            self._can_be[key] = False
+            self._can_be[key] = self._can_compute_in_order(node, dim)
+        return self._can_be[key]
 
-    def _is_near(self, node: fx.Node, dim: int) -> bool:
+    def _can_compute_in_order(self, node: fx.Node, dim: int) -> bool:
         if dim == 0 and _put_back(node, self.order) is not None:
             return True
         operands = _row_operands(node, dim)
-        near = {x: d for x, d in operands.items() if self.is_near(x, d)}
-        return bool(near) and all(d == 0 for x, d in operands.items() if x not in near)
+        ordered = {x: d for x, d in operands.items() if self.can_be_in_order(x, d)}
+        return bool(ordered) and all(
+            d == 0 for x, d in operands.items() if x not in ordered
+        )
 
     def of(self, node: fx.Node, dim: int) -> fx.Node:
         """Return a value with its rows in order."""
@@ -135,7 +137,7 @@ class _InOrder:
         rows = _put_back(node, self.order) if dim == 0 else None
         if rows is not None:
             return rows
-        if not self.is_near(node, dim):
+        if not self.can_be_in_order(node, dim):
             return self.build.call(aten.index.Tensor, node, [self.order])
         operands = _row_operands(node, dim)
         source, i = call_of(node)
@@ -164,12 +166,12 @@ def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     return rows_read(source, dim, i) or {}
 
 
-def _join_alike(graph: fx.Graph) -> None:
+def _join_equal_calls(graph: fx.Graph) -> None:
     """Replace calls that give the same whole numbers by one node: sorts, and their
     inputs. Calls of two stages or two parts of a batch stay separate."""
     first_of: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
+        if node.op != "call_function" or node.is_impure() or not _has_integers(node):
             continue
         home = (node.meta.get(STAGE), node.meta.get(PART))
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), home)
@@ -179,7 +181,7 @@ def _join_alike(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _gives_integers(node: fx.Node) -> bool:
+def _has_integers(node: fx.Node) -> bool:
     """Return whether a call gives whole numbers, and the same ones whenever it is
     made."""
     facts, value = op_facts_of(node.target), node.meta.get("val")

@@ -156,7 +156,7 @@ def _sort_mm(
     inner = len(shape_of(x))
     x, weight = _merged(call, x, 0, [1]), _merged(call, weight, 1, [1, inner])
     product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
-    return _apart(call, sort.put_back(product))
+    return _reshaped(call, sort.put_back(product))
 
 
 def _sort_outer(
@@ -170,9 +170,9 @@ def _sort_outer(
     x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
     left, right = sort.take(x), sort.take(y)
     if not _transposing(call.node):
-        return _apart(call, build.call(outer, left, right, sort.ends, sort.share))
+        return _reshaped(call, build.call(outer, left, right, sort.ends, sort.share))
     product = build.call(outer, right, left, sort.ends, sort.share)
-    return _apart(call, build.call(aten.permute.default, product, [0, 2, 1]))
+    return _reshaped(call, build.call(aten.permute.default, product, [0, 2, 1]))
 
 
 def _transposing(product: fx.Node) -> list[fx.Node]:
@@ -202,7 +202,7 @@ def _merged(
     return call.build.call(aten.reshape.default, x, [shape[0], *merged])
 
 
-def _apart(call: LocalCall, product: fx.Node) -> fx.Node:
+def _reshaped(call: LocalCall, product: fx.Node) -> fx.Node:
     """Return the result with all of its dims."""
     if len(product.meta["val"].shape) == len(call.result_shape()):
         return product

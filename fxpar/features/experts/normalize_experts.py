@@ -30,7 +30,7 @@ from fxpar.features.experts.group_rows import (
     DispatchedRows,
     GroupCopies,
     SentRows,
-    spread,
+    expanded,
 )
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.passes.row_wise import call_of, row_call
@@ -217,7 +217,7 @@ class _Mixture:
         if divisor > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
         full = [tokens, divisor] if divisor > 1 else [self.rows]
-        return _SortedRows(0, plain=spread(self.build, x, full, features, 1))
+        return _SortedRows(0, plain=expanded(self.build, x, full, features, 1))
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """Return a value in order, as rows for each group along its dim."""
@@ -265,7 +265,7 @@ class _Mixture:
         if fills and lookup[1] == 1:
             if values in self.values:
                 return self._in_place(self.values[values])
-            if _counts_up(values, self.rows):
+            if _is_range(values, self.rows):
                 self.inverse.add(node)
             return None
         return self._sum_up(x, index, values) if accumulate else None
@@ -380,12 +380,12 @@ class _Mixture:
         mixed = 0 < len(plain) < len(operands) and self.copies.sends
         if not mixed or any(r.dim for r in operands.values()):
             return plain
-        if self._feeds_product(node, set()):
+        if self._has_product(node, set()):
             return plain
         chosen = {x: self._in_place(rows) for x, rows in operands.items()}
         return plain if None in chosen.values() else chosen
 
-    def _feeds_product(self, node: fx.Node, seen: set[fx.Node]) -> bool:
+    def _has_product(self, node: fx.Node, seen: set[fx.Node]) -> bool:
         """Return whether a product reads rows that are computed from a value in
         order."""
         for user in set(node.users) - seen:
@@ -393,7 +393,7 @@ class _Mixture:
             sums_rows = user.target in _SUMS and 0 in (_arguments(user, 2)[1] or [0])
             leaves = user.target in _READS and user.target not in _SUMS
             follows = user.target is operator.getitem or not (leaves or sums_rows)
-            if user in self.products or (follows and self._feeds_product(user, seen)):
+            if user in self.products or (follows and self._has_product(user, seen)):
                 return True
         return False
 
@@ -474,7 +474,7 @@ def _arguments(node: fx.Node, count: int) -> Any:
     return [*node.args[:count], *[None] * (count - len(node.args))]
 
 
-def _counts_up(node: fx.Node, rows: int) -> bool:
+def _is_range(node: fx.Node, rows: int) -> bool:
     """Return whether a value is the numbers from 0 up to ``rows``."""
     if node.target is prims.iota.default:
         start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)

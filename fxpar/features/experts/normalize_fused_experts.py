@@ -47,7 +47,7 @@ def split_fused_experts(graph: fx.Graph, build: Builder) -> None:
             _split_result(node, build)
     for node in list(graph.nodes):
         parts = _parts_of(node)
-        if parts is not None and _reads_columns(node):
+        if parts is not None and _has_product(node):
             _split_operand(node, parts, build)
     graph.eliminate_dead_code()
 
@@ -81,8 +81,8 @@ def _biased(product: fx.Node) -> fx.Node:
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return product
     x, bias = users[0].args
-    alike = isinstance(bias, fx.Node) and shape_of(bias) == shape_of(product)
-    return users[0] if x is product and bias is not product and alike else product
+    is_equal = isinstance(bias, fx.Node) and shape_of(bias) == shape_of(product)
+    return users[0] if x is product and bias is not product and is_equal else product
 
 
 def _with_columns(product: fx.Node, columns: Sequence[int], build: Builder) -> fx.Node:
@@ -104,8 +104,8 @@ def _blocks(rows: fx.Node) -> _Parts | None:
     split = users[0]
     pieces = split.meta["val"]
     count, dim = len(pieces), split.args[2] if len(split.args) > 2 else 0
-    alike = count > 1 and {x.shape[1] for x in pieces} == {n // count}
-    if dim not in (1, -1) or not alike:
+    is_even = count > 1 and {x.shape[1] for x in pieces} == {n // count}
+    if dim not in (1, -1) or not is_even:
         return None
     values: list[fx.Node | None] = [None] * count
     for user in split.users:
@@ -163,7 +163,7 @@ def _turn(x: Any) -> tuple[int, fx.Node] | None:
     return (start, values) if is_zero and fits and start in (0, 1) else None
 
 
-def _reads_columns(node: fx.Node) -> bool:
+def _has_product(node: fx.Node) -> bool:
     return any(user.target in (MM, OUTER) for user in node.users)
 
 

@@ -24,8 +24,8 @@ from fxpar.passes.attention.merge_attention import BIASES
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,
-    equal_sizes,
     is_constant,
+    is_equal_size,
     with_opposite_bound,
 )
 
@@ -82,7 +82,7 @@ def _is_causal(
         return None
     least = 0 if sees else torch.finfo(dtype).min
     rows, keys = (shape_of(arguments[name])[-2] for name in ("query", "key"))
-    if function.no > least or not equal_sizes(rows, keys):
+    if function.no > least or not is_equal_size(rows, keys):
         return None
     rank = len(shape_of(mask))
     visible = Affine((*(0,) * (rank - 2), 1, -1), 0) if rank > 1 else None

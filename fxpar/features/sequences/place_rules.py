@@ -22,8 +22,8 @@ from fxpar.passes.normalize.place_functions import (
     PlaceFunction,
     TwoValued,
     combined,
-    equal_sizes,
     is_constant,
+    is_equal_size,
     map_bounds,
     normal,
     on_sizes,
@@ -163,14 +163,14 @@ def _equal(same: bool) -> PlaceRule:
     return rule
 
 
-def _may_be_truth(*functions: PlaceFunction | None) -> bool:
+def _can_be_truth(*functions: PlaceFunction | None) -> bool:
     """Return whether no function is a number that differs from place to place."""
     return all(is_constant(f) or isinstance(f, TwoValued | None) for f in functions)
 
 
 def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool or not _may_be_truth(one, other):
+    if _dtype(node) is not torch.bool or not _can_be_truth(one, other):
         return None
     for a, b in ((one, other), (other, one)):
         if is_constant(a):
@@ -184,7 +184,7 @@ def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 def _or(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     """Return ``one or other`` if one of them is constant."""
     one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool or not _may_be_truth(one, other):
+    if _dtype(node) is not torch.bool or not _can_be_truth(one, other):
         return None
     for a, b in ((one, other), (other, one)):
         if is_constant(a):
@@ -268,12 +268,12 @@ def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
     before, after = shape_of(node.args[0]), shape_of(node)
     if not any(steps):
         return [0] * len(after)
-    before_dims = [i for i, n in enumerate(before) if not equal_sizes(n, 1)]
-    after_dims = [i for i, n in enumerate(after) if not equal_sizes(n, 1)]
+    before_dims = [i for i, n in enumerate(before) if not is_equal_size(n, 1)]
+    after_dims = [i for i, n in enumerate(after) if not is_equal_size(n, 1)]
     if len(before_dims) != len(after_dims):
         return None
     if not all(
-        equal_sizes(before[i], after[j])
+        is_equal_size(before[i], after[j])
         for i, j in zip(before_dims, after_dims, strict=True)
     ):
         return None
@@ -290,7 +290,7 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     if source.target is aten.constant_pad_nd.default and not start:
         unpadded, amounts = source.args[:2]
         sizes = zip(shape_of(node), shape_of(unpadded), strict=True)
-        if not any(amounts[::2]) and all(equal_sizes(n, m) for n, m in sizes):
+        if not any(amounts[::2]) and all(is_equal_size(n, m) for n, m in sizes):
             return ask(unpadded)
     return map_bounds(ask(source), lambda f: shifted(f, dim, start, step))
 
@@ -306,7 +306,7 @@ def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     along = {
         f.steps[dim]
         for f, n in zip(functions, sizes, strict=True)
-        if not equal_sizes(n, 1)
+        if not is_equal_size(n, 1)
     }
     step = along.pop() if along else 0
     across = {f.steps[:dim] + f.steps[dim + 1 :] for f in functions}

@@ -143,8 +143,8 @@ def _places_of(
     indices = [order.get(_origin(node), -1) for node in chain]
     begins = []
     for name in begins_at:
-        behind = (i for i, index in enumerate(indices) if index >= order.get(name, 0))
-        begins.append(next(behind, 0))
+        later = (i for i, index in enumerate(indices) if index >= order.get(name, 0))
+        begins.append(next(later, 0))
     return tuple(begins) if begins and begins == sorted({*begins} - {0}) else ()
 
 

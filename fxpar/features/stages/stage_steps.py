@@ -128,7 +128,7 @@ def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
         rows, lambda action: schedules.seconds_of(action, forward, backward)
     )
     _refuse_writes(graph)
-    laid_out = lay_out_stages(
+    staged = lay_out_stages(
         graph,
         pipeline,
         [stage.place for stage in state.stages],
@@ -140,7 +140,7 @@ def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
     text = f"stages: {len(state.stages)} along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
     state.notes = (*state.notes, text)
-    return laid_out
+    return staged
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

@@ -34,9 +34,9 @@ def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
     _find_backward_choices(graph, rewriter)
     for scan in [node for node in graph.nodes if node.target in _SCANS]:
         turned, dim = scan.args[:2]
-        if not _turns(turned, dim) or _dtype(scan) != _dtype(turned):
+        if not _is_flip(turned, dim) or _dtype(scan) != _dtype(turned):
             continue
-        for back in [user for user in scan.users if _turns(user, dim)]:
+        for back in [user for user in scan.users if _is_flip(user, dim)]:
             x, kind = turned.args[0], _SCANS[scan.target]
             at = dim % len(shape_of(scan))
             with rewriter.before(back):
@@ -52,7 +52,7 @@ def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
     for node in scatters:
         zeros, dim, places, grad = node.args
         ndim, shape = max(1, len(shape_of(node))), shape_of(node)
-        if not _are_places(places, dim % ndim) or not is_zeros(zeros):
+        if not _is_index_of_choice(places, dim % ndim) or not is_zeros(zeros):
             continue
         if shape_of(grad) != shape or shape_of(places) != shape:
             continue
@@ -63,7 +63,7 @@ def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
             rewriter.replace(node, back)
 
 
-def _are_places(node: fx.Node, dim: int) -> bool:
+def _is_index_of_choice(node: fx.Node, dim: int) -> bool:
     """Return whether a node is the indices of a running choice along this dim."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return False
@@ -72,7 +72,7 @@ def _are_places(node: fx.Node, dim: int) -> bool:
     return choice.target in _CHOICES and choice.args[1] % ndim == dim
 
 
-def _turns(node: Any, dim: int) -> bool:
+def _is_flip(node: Any, dim: int) -> bool:
     """Return whether a node flips this one dim."""
     if not isinstance(node, fx.Node) or node.target not in _TURNS:
         return False

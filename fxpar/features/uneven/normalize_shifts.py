@@ -29,14 +29,14 @@ from fxpar.features.uneven.row_places import (
     MOST_ROWS,
     RowPlaces,
     argument,
-    counts_from_ends,
+    has_same_shape,
     indexed,
+    is_counted_from_ends,
     is_known,
     is_open_dim,
     padded_dim,
     row_places,
     rows_of,
-    same_shape,
 )
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.op_facts import op_facts_of
@@ -54,21 +54,21 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
     parts, along = (*join.args, 0)[:2]
     if any(not isinstance(n, int) for n in (start or 0, end or 0)) or step != 1:
         return None
-    if along % len(shape_of(node)) != dim or not _are_alike([node, *parts], dim):
+    if along % len(shape_of(node)) != dim or not _has_one_kind([node, *parts], dim):
         return None
     rows = [shape_of(part)[dim] for part in parts]
     first, last, _ = slice(start, end).indices(sum(rows))
     begins = [*itertools.accumulate(rows, initial=0)]
     for i, part in enumerate(parts):
         by, count = first - begins[i], last - first
-        beside = i + (1 if by > 0 else -1 if by < 0 else 0)
-        if rows[i] != count or abs(by) >= count or not 0 <= beside < len(parts):
+        neighbor = i + (1 if by > 0 else -1 if by < 0 else 0)
+        if rows[i] != count or abs(by) >= count or not 0 <= neighbor < len(parts):
             continue
-        if rows[beside] < abs(by):
+        if rows[neighbor] < abs(by):
             continue
         if not by:
             return part
-        other, n = parts[beside], rows[beside]
+        other, n = parts[neighbor], rows[neighbor]
         with rewriter.before(node):
             shifted = rewriter.call(torch.ops.fxpar.shift.default, part, dim, by, 0.0)
             ends = (0, by) if by > 0 else (n + by, n)
@@ -78,7 +78,7 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
     return None
 
 
-def _are_alike(nodes: list[fx.Node], dim: int) -> bool:
+def _has_one_kind(nodes: list[fx.Node], dim: int) -> bool:
     """Return whether tensors have one dtype, one number of dims and known rows."""
     values = [node.meta["val"] for node in nodes]
     have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
@@ -139,7 +139,7 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
     if rows is None or rows.source in (None, node):
         return None
     like, value = rows.source.meta["val"], node.meta["val"]
-    if not same_shape(rows.source, node) or like.dtype != value.dtype:
+    if not has_same_shape(rows.source, node) or like.dtype != value.dtype:
         return None
     if is_open_dim(node, dim) and not shape_of(node)[dim] > 2 * rows.reach + 1:
         return None
@@ -166,7 +166,7 @@ def _dim_of(node: fx.Node) -> int | None:
     dim, shape = candidate(node), shape_of(node)
     if dim is None or not shape:
         return None
-    is_counted = counts_from_ends(node) or not is_open_dim(node, dim)
+    is_counted = is_counted_from_ends(node) or not is_open_dim(node, dim)
     return dim % len(shape) if is_counted else None
 
 

@@ -24,7 +24,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.symbols import hint_of
 from fxpar.graph.builder import shape_of
-from fxpar.passes.normalize.place_functions import equal_sizes
+from fxpar.passes.normalize.place_functions import is_equal_size
 from fxpar.sharding.constant_values import computed
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def is_open_dim(node: fx.Node, dim: int) -> bool:
 def is_known(node: Any) -> bool:
     """Return whether a node is a tensor whose size does not depend on data."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and not _torch.fake.depends_on_data(value)
+    return isinstance(value, torch.Tensor) and not _torch.fake.is_data_dependent(value)
 
 
 def row_places(node: Any, dim: int) -> RowPlaces | None:
@@ -201,7 +201,7 @@ def _add(node: fx.Node, dim: int) -> RowPlaces | None:
     """Return the rows of a sum whose operands are zero where the other is not."""
     if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
         return None
-    if not all(same_shape(x, node) for x in node.args):
+    if not all(has_same_shape(x, node) for x in node.args):
         return None
     a, b = (row_places(x, dim) for x in node.args)
     if a is None or b is None or {a.fill, b.fill} != {0.0}:
@@ -297,12 +297,12 @@ def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
     return positions if bool(((positions >= 0) & (positions < n)).all()) else None
 
 
-def same_shape(one: fx.Node, other: fx.Node) -> bool:
+def has_same_shape(one: fx.Node, other: fx.Node) -> bool:
     a, b = shape_of(one), shape_of(other)
-    return len(a) == len(b) and all(map(equal_sizes, a, b))
+    return len(a) == len(b) and all(map(is_equal_size, a, b))
 
 
-def counts_from_ends(node: fx.Node) -> bool:
+def is_counted_from_ends(node: fx.Node) -> bool:
     """Return whether a node's rows are given by constant numbers of rows from the ends
     of its operands, at any size."""
     return node.target in _BY_ENDS

@@ -41,7 +41,7 @@ class _Turns:
     # Number of parts.
     parts: int
     # Elements of a row.
-    behind: int
+    inner_size: int
 
     @property
     def dim(self) -> int:
@@ -92,8 +92,8 @@ def _turns(join: fx.Node, view: fx.Node) -> _Turns | None:
     dtype = view.meta["val"].dtype
     if any(shape_of(x) != shape or x.meta["val"].dtype != dtype for x in parts):
         return None
-    behind = math.prod(shape[dim + 1 :])
-    turns = _Turns(tuple(shape[:dim]), shape[dim], len(parts), behind)
+    inner_size = math.prod(shape[dim + 1 :])
+    turns = _Turns(tuple(shape[:dim]), shape[dim], len(parts), inner_size)
     return turns if shape_of(view)[: dim + 1] == turns.merged else None
 
 
@@ -104,7 +104,7 @@ def _interleave(
     for node in [*view.users]:
         full = turns.parts - _cut_off(node, turns)
         padded = parts[full:]
-        if not padded or not all(_pads(x, turns.dim, 1) for x in padded):
+        if not padded or not all(_is_end_pad(x, turns.dim, 1) for x in padded):
             continue
         own = [*parts[:full], *(x.args[0] for x in padded)]
         with rewriter.before(node):
@@ -150,7 +150,7 @@ def _cut_off(node: fx.Node, turns: _Turns) -> int:
     return rows - left if fits else 0
 
 
-def _pads(node: fx.Node, dim: int, rows: int) -> bool:
+def _is_end_pad(node: fx.Node, dim: int, rows: int) -> bool:
     """Return whether a node pads only the end of a dim, by so many rows."""
     if node.target is not aten.constant_pad_nd.default or padded_dim(node) != dim:
         return False
@@ -167,8 +167,8 @@ def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
     dim = along % len(shape) - 1
     if dim < 0 or not all(isinstance(n, int) for n in (*shape, *shape_of(x))):
         return
-    behind = math.prod(shape[dim + 2 :])
-    turns = _Turns(shape[:dim], shape[dim], shape[dim + 1], behind)
+    inner_size = math.prod(shape[dim + 2 :])
+    turns = _Turns(shape[:dim], shape[dim], shape[dim + 1], inner_size)
     if turns not in turns_seen or shape_of(x)[: dim + 1] != turns.merged:
         return
     if is_summed(turns.rows, turns.rows * turns.parts, turns.parts):
@@ -203,7 +203,7 @@ def _slice_padded(
     rows = len(range(index, shape_of(source)[turns.dim], turns.parts))
     readers = [node] if rows == turns.rows else []
     if rows == turns.rows - 1:
-        readers = [user for user in node.users if _pads(user, turns.dim, -1)]
+        readers = [user for user in node.users if _is_end_pad(user, turns.dim, -1)]
     for reader in readers:
         with rewriter.before(reader):
             own = _every(source, turns, index, shape_of(reader), rewriter)

@@ -35,7 +35,7 @@ def interleave_rows(graph: fx.Graph, state: JointState) -> None:
         return
 
     def splits(rows: int) -> bool:
-        divides = (shard_sizes.divides(rows, mesh, (axis,)) for axis in mesh.names)
+        divides = (shard_sizes.is_exact(rows, mesh, (axis,)) for axis in mesh.names)
         return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
     interleaved_rows.interleave_rows(graph, state.build, splits)
@@ -48,7 +48,7 @@ def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
         return
 
     def splits(rows: int) -> bool:
-        return not shard_sizes.divides(rows, mesh, mesh.names)
+        return not shard_sizes.is_exact(rows, mesh, mesh.names)
 
     rows_in_turn.take_rows_in_turn(graph, state.build, splits)
 

@@ -51,7 +51,7 @@ from fxpar.fusion.kernels.placement import (
 from fxpar.fusion.kernels.reductions import (
     CannotEmit,
     Space,
-    reduction_behind,
+    reduction_of_output,
     space_of,
 )
 from fxpar.fusion.kernels.region_program import (
@@ -402,12 +402,12 @@ class _Writer:
             self.lines.append(f"{name} = lib.{word}({whole}){note}")
         else:
             correction = dict(line.kwargs).get("correction")
-            mean, apart = f"{name}_mean", f"{name}_apart"
+            mean, centered = f"{name}_mean", f"{name}_apart"
             over = columns - (1 if correction is None else correction)
             self.lines += [
                 f"{mean} = tl.sum({whole}, 0) / {columns}",
-                f"{apart} = {self._filled(f'{x} - {mean}', 0.0)}",
-                f"{name} = tl.sum({apart} * {apart}, 0) / {max(over, 0.0)}{note}",
+                f"{centered} = {self._filled(f'{x} - {mean}', 0.0)}",
+                f"{name} = tl.sum({centered} * {centered}, 0) / {max(over, 0.0)}{note}",
             ]
             self.texts[f"{line.name}.0", place.text] = Text(name, "float")
             self.texts[f"{line.name}.1", place.text] = Text(mean, "float")
@@ -433,7 +433,7 @@ class _Writer:
     def _sum(self, t: Tensor, sink: Sink) -> tuple[list[str], list[str]]:
         """Return lines before and after the loop for an output that is summed over
         blocks."""
-        line = reduction_behind(self.program, t.name)
+        line = reduction_of_output(self.program, t.name)
         assert line is not None
         value = self.texts[line.refs[0], "at"]
         name, block = f"sum_{t.name}", self.space.block

@@ -60,16 +60,16 @@ class Fused:
     # Bytes that they move in one kernel for each region.
     after: int = 0
     # Near misses as text.
-    near: tuple[str, ...] = ()
+    near_misses: tuple[str, ...] = ()
     # Nodes that a schedule wants in a region and that are in none, as text.
     unfused: tuple[str, ...] = ()
     # How each region runs.
     rungs: tuple[Rung, ...] = ()
 
     def __str__(self) -> str:
-        alike = len({p.hash for p in self.programs})
+        kind_count = len({p.hash for p in self.programs})
         return (
-            f"{len(self.programs)} regions ({alike} different), "
+            f"{len(self.programs)} regions ({kind_count} different), "
             f"{self.before} -> {self.after} bytes in memory"
         )
 
@@ -95,7 +95,7 @@ class _Log:
     # As ``Fused.after``, so far.
     after: int = 0
     # Near misses as text, each once, in order.
-    near: dict[str, None] = field(default_factory=dict)
+    near_misses: dict[str, None] = field(default_factory=dict)
     # How each region runs.
     rungs: list[Rung] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ def fuse_graph(
         tuple(log.programs),
         log.before,
         log.after,
-        tuple(log.near),
+        tuple(log.near_misses),
         unfused,
         tuple(log.rungs),
     )
@@ -156,7 +156,7 @@ def _region(
 ) -> SelectedRegion | None:
     """Return the region of a collective, if it pays or a schedule wants it."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
-    log.near |= {_miss_text(miss): None for miss in misses}
+    log.near_misses |= {_miss_text(miss): None for miss in misses}
     log.unfused |= {miss.node: miss.why for miss in misses if miss.node in log.unfused}
     if region is None:
         return None
@@ -172,7 +172,7 @@ def _region(
     elif rung.name == "nccl":
         why = f"its collective would run between kernels: {rung.why}"
     if why and not region_of(start):
-        log.near[_miss_text(Miss(start, start, why))] = None
+        log.near_misses[_miss_text(Miss(start, start, why))] = None
         return None
     log.rungs.append(rung)
     log.before += before
@@ -206,7 +206,7 @@ def say(fused: Fused, name: str, debug: int) -> None:
         log.log(level, "%s: %s", name, fused)
     for text in fused.lines:
         log.log(level, "%s: %s", name, text)
-    for text in fused.near:
+    for text in fused.near_misses:
         log.log(logging.WARNING if debug >= 2 else logging.DEBUG, "%s: %s", name, text)
 
 

@@ -107,13 +107,13 @@ def _is_free(
 
 def bytes_of(region: SelectedRegion) -> tuple[int, int]:
     """Return (bytes of several kernels, bytes of one)."""
-    apart = launches_among(region.members, region.outputs)
-    before = sum(launch.moved for launch in apart.launches)
+    unfused = launches_among(region.members, region.outputs)
+    before = sum(launch.moved for launch in unfused.launches)
     after = sum(tensor.nbytes for tensor in region.outline.program.inputs)
-    in_memory = {buffer for launch in apart.launches for buffer in launch.reads}
-    in_memory |= {b for launch in apart.launches if launch.axes for b in launch.makes}
+    in_memory = {buffer for launch in unfused.launches for buffer in launch.reads}
+    in_memory |= {b for launch in unfused.launches if launch.axes for b in launch.makes}
     writes = writes_of(region.members, region.outputs)
-    for node, buffers in zip(region.outputs, apart.outputs, strict=True):
+    for node, buffers in zip(region.outputs, unfused.outputs, strict=True):
         # Inductor writes in place, too.
         stored, read_again = (True, False) if node in writes else _readers(region, node)
         if not stored:
@@ -136,14 +136,14 @@ def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
             seen.add(user)
             if is_view(user):
                 pending.append(user)
-            elif _could_join(region, user):
+            elif _can_join(region, user):
                 read_again = True
             else:
                 stored = True
     return stored, read_again
 
 
-def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
+def _can_join(region: SelectedRegion, user: fx.Node) -> bool:
     """Return whether Inductor could compute a reader in the kernel of its operand: it
     is light, and waits for nothing else that takes time."""
     if op_facts_of(user.target).mutates:

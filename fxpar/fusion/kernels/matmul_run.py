@@ -119,7 +119,7 @@ def prepared_gather(
 
     def start() -> tuple[torch.Tensor, list[torch.Tensor]]:
         peers[rank].copy_(x)
-        _beside_copies(provider, meet, fetch, multiply, flags, waits=True)
+        _overlap_copies(provider, meet, fetch, multiply, flags, waits=True)
         for run in later:
             run()
         return whole, products
@@ -160,7 +160,7 @@ def prepared_scatter(
             slots[other][rank].copy_(chunks[other], non_blocking=True)
 
     def start() -> torch.Tensor:
-        _beside_copies(provider, meet, send, multiply, flags, waits=False)
+        _overlap_copies(provider, meet, send, multiply, flags, waits=False)
         total()
         return part
 
@@ -278,7 +278,7 @@ def _load(provider: Provider, *calls: KernelLaunch) -> None:
 Copies = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 
-def _beside_copies(
+def _overlap_copies(
     provider: Provider,
     meet: KernelLaunch,
     copies: Copies,

@@ -28,8 +28,8 @@ from fxpar.fusion.kernels.reductions import (
     CannotEmit,
     Reduction,
     Space,
-    reduction_behind,
     reduction_of,
+    reduction_of_output,
 )
 from fxpar.fusion.kernels.region_program import (
     Ref,
@@ -98,7 +98,7 @@ def _put_slice(line: Statement, shapes: Shapes) -> list[Choice]:
     strides = contiguous(shapes[x.name])
     to = strided(line.shape, strides, -start * strides[dim])
     ranges = ((dim, start, start + shapes[x.name][dim]),)
-    return [Choice(x, ranges, to), _rest(line, base)]
+    return [Choice(x, ranges, to), _not_put(line, base)]
 
 
 def _put_index(line: Statement, shapes: Shapes) -> list[Choice]:
@@ -107,10 +107,10 @@ def _put_index(line: Statement, shapes: Shapes) -> list[Choice]:
     index %= line.shape[dim]
     strides.insert(dim, 0)
     to = strided(line.shape, strides)
-    return [Choice(x, ((dim, index, index + 1),), to), _rest(line, base)]
+    return [Choice(x, ((dim, index, index + 1),), to), _not_put(line, base)]
 
 
-def _rest(line: Statement, base: Ref) -> Choice:
+def _not_put(line: Statement, base: Ref) -> Choice:
     return Choice(base, (), strided(line.shape, contiguous(line.shape)))
 
 
@@ -219,7 +219,7 @@ class Needs:
 
     def _outputs(self) -> None:
         for t in self.program.outputs:
-            value, space = reduction_behind(self.program, t.name), self.space
+            value, space = reduction_of_output(self.program, t.name), self.space
             if value is not None:
                 source = self.program.values[value.refs[0]]
                 reduction = reduction_of(value.name, value.args, source.shape)
@@ -235,10 +235,10 @@ class Needs:
 
     def _summed(self, line: Statement, reduction: Reduction) -> Reduction:
         over = reduction.rows * reduction.columns
-        alike = reduction.kind == "all" or reduction.columns == self.space.columns
+        fits = reduction.kind == "all" or reduction.columns == self.space.columns
         if line.op not in BY_COLUMN:
             raise CannotEmit(line.name, f"{line.op} of more than a row")
-        if over != self.space.count or not alike or kind_of(line.dtype) != "float":
+        if over != self.space.count or not fits or kind_of(line.dtype) != "float":
             raise CannotEmit(line.name, "sums up what is not the kernel's")
         return reduction
 

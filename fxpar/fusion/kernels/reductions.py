@@ -122,7 +122,7 @@ def space_of(program: RegionProgram) -> Space:
 CAST = "prims.convert_element_type.default"
 
 
-def reduction_behind(program: RegionProgram, name: str) -> Statement | None:
+def reduction_of_output(program: RegionProgram, name: str) -> Statement | None:
     """Return the line of ``SUMS`` that an output is, directly or cast to another dtype;
     None otherwise, also if it was rounded to a third dtype in between."""
     line = program.values[name]
@@ -137,7 +137,7 @@ def _space_of_outputs(program: RegionProgram) -> Space:
     a row."""
     counts = set()
     for t in program.outputs:
-        line = reduction_behind(program, t.name)  # of everything
+        line = reduction_of_output(program, t.name)  # of everything
         shape = t.shape if line is None else program.values[line.refs[0]].shape
         counts.add(math.prod(shape))
     largest = max(counts)

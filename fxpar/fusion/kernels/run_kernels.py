@@ -85,10 +85,10 @@ def names_of(program: RegionProgram) -> tuple[str, ...]:
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Return whether generated kernels run on a device, here."""
-    return device.type == "cuda" or device.type == "cpu" and _interprets()
+    return device.type == "cuda" or device.type == "cpu" and _is_interpreter()
 
 
-def _interprets() -> bool:
+def _is_interpreter() -> bool:
     """Return whether Triton was imported as an interpreter: its own functions are then
     of that kind, too."""
     if os.environ.get("TRITON_INTERPRET") != "1":

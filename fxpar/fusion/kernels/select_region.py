@@ -39,7 +39,7 @@ from fxpar.fusion.kernels.split_at_collectives import (
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
 from fxpar.passes.order.joinable_collectives import region_of
 from fxpar.sharding.cost.op import (
-    contracts,
+    is_contraction,
     is_light,
     is_view,
     tensors_in,
@@ -173,7 +173,7 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
 def is_heavy(node: fx.Node) -> bool:
     """Return whether an op is worth overlapping with a collective, or is one itself."""
     op = op_name(node)
-    return op in _STARTS or op == REGION or contracts(node.target)
+    return op in _STARTS or op == REGION or is_contraction(node.target)
 
 
 @dataclass
@@ -209,10 +209,10 @@ class _Growth:
         if len(waits) != 1 or not isinstance(value, torch.Tensor):
             return False
         self.schedule_region = region_of(start)
-        beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
-        if beside is not None and self.schedule_region is None:
+        overlapping = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
+        if overlapping is not None and self.schedule_region is None:
             if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
-                self._miss(start, f"it runs at the same time as {beside.name}")
+                self._miss(start, f"it runs at the same time as {overlapping.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)
@@ -273,8 +273,8 @@ class _Growth:
             return False
         if node.args[2] != self.collective.args[3]:
             return False
-        beside = any(is_heavy(n) for n in between(node, waits[0]))
-        if beside and self.schedule_region is None:
+        is_overlapping = any(is_heavy(n) for n in between(node, waits[0]))
+        if is_overlapping and self.schedule_region is None:
             return False
         self._add_move(node, waits[0], 1)
         return True

@@ -168,7 +168,7 @@ def cut(program: RegionProgram) -> SplitProgram:
             assert isinstance(step, ComputeStep)
             parts[len(moves)] = step.program
     if {0, 1} <= parts.keys():
-        parts[0], parts[1] = _masks_behind(program, moves[0], parts[0], parts[1])
+        parts[0], parts[1] = _with_masks_moved(program, moves[0], parts[0], parts[1])
     output_names = {t.name for t in program.outputs}
     full = []
     for k in range(len(moves) + 1):
@@ -181,7 +181,7 @@ def cut(program: RegionProgram) -> SplitProgram:
     return SplitProgram(tuple(moves), tuple(full))
 
 
-def _masks_behind(
+def _with_masks_moved(
     program: RegionProgram,
     move: CollectiveStep,
     first: RegionProgram,

@@ -136,9 +136,9 @@ class _TemplateBuilder:
         self.most, self.alone, self.switch = programs, alone, switch
         self.ranks, self.shots = program.ranks, shots
         self.wide = is_wide(program)
-        self.spread = self.cut.kinds != ("all_reduce",)  # a rank has a part of it
+        self.is_scattered = self.cut.kinds != ("all_reduce",)  # a rank has a part of it
         self.space, self.whole = self._spaces()
-        deal = self.ranks if self.shots == 2 and not self.spread else 1
+        deal = self.ranks if self.shots == 2 and not self.is_scattered else 1
         self.programs = max(1, min(programs, -(-self.space.turns // deal)))
         self.starts: dict[str, int] = {}  # of the given operands, in bytes
         self.nbytes = 0
@@ -154,7 +154,7 @@ class _TemplateBuilder:
         for k, part in enumerate(self.cut.parts):
             if k:
                 self._next()
-                if self.shots == 2 and not self.spread:
+                if self.shots == 2 and not self.is_scattered:
                     self._sum_own(self.cut.moves[0])
             self._part(k, part)
         return Template(self._kernel(), self.nbytes, self.program)
@@ -169,7 +169,7 @@ class _TemplateBuilder:
         counts = {values[m.operand].count for m in moves}
         counts |= {values[m.result].count for m in moves}
         count = min(counts)
-        if counts != {count, count * (self.ranks if self.spread else 1)}:
+        if counts != {count, count * (self.ranks if self.is_scattered else 1)}:
             raise CannotEmit(moves[-1].result, "is not of the parts of all ranks")
         columns = {space_of(p).columns for p in self.cut.parts if p.outputs} - {0}
         if len(columns) > 1:
@@ -182,14 +182,14 @@ class _TemplateBuilder:
         else:
             enough = count >= _LARGE * FLAT_BLOCK * self.most
             block = FLAT_BLOCK * (_LARGE if enough else 1)
-            block = math.gcd(count, block) if self.spread else block
+            block = math.gcd(count, block) if self.is_scattered else block
             if block < _LEAST:
                 why = f"parts of {count} elements are no multiple of {_LEAST}"
                 raise CannotEmit(moves[0].result, why)
             space = Space(count, flat_block=block)
         if count < 2:
             raise CannotEmit(moves[0].result, "is one number")
-        ranks = self.ranks if self.spread else 1
+        ranks = self.ranks if self.is_scattered else 1
         return space, dataclasses.replace(space, count=space.count * ranks)
 
     def _part(self, k: int, part: RegionProgram) -> None:
@@ -218,7 +218,7 @@ class _TemplateBuilder:
             self.phase_outputs[t.name] = t
         if k < len(moves):
             sinks[moves[k].operand] = self._give(k)
-        space = self.whole if every and self.spread else self.space
+        space = self.whole if every and self.is_scattered else self.space
         body = emit_body(part, space, sources=sources, sinks=sinks, random=self.random)
         self._add(body, every)
         self.by_blocks[every] |= {t.name for t in part.outputs} - {*body.sums}
@@ -270,14 +270,14 @@ class _TemplateBuilder:
     def _received(self, k: int) -> Source:
         """Return the source of the result of a collective."""
         move = self.cut.moves[k]
-        if self.shots == 2 and not self.spread:
+        if self.shots == 2 and not self.is_scattered:
             turn = "row" if self.space.columns else "block"
             owner = "rank" if self.switch else f"{turn} // PROGRAMS % {self.ranks}"
             return self._read_from(move, f"{move.operand}_summed", owner, "")
         if move.kind == "all_gather_into_tensor":
             start = f" - part * {self.space.count}"
             return self._read_from(move, f"{move.operand}_given", "part", start)
-        start = f" + rank * {self.space.count}" if self.spread else ""
+        start = f" + rank * {self.space.count}" if self.is_scattered else ""
         return self._read_sum(move, start)
 
     def _read_from(

@@ -180,8 +180,8 @@ def tensor_of(name: str, value: torch.Tensor) -> Tensor:
 
 def _dense(t: Tensor) -> Tensor:
     """Return an output with memory for every element."""
-    spread = any(n > 1 and not s for n, s in zip(t.shape, t.stride, strict=True))
-    return dataclasses.replace(t, stride=contiguous(t.shape)) if spread else t
+    is_expanded = any(n > 1 and not s for n, s in zip(t.shape, t.stride, strict=True))
+    return dataclasses.replace(t, stride=contiguous(t.shape)) if is_expanded else t
 
 
 def _text(dtype: torch.dtype) -> str:

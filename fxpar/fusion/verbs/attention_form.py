@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar.sharding.cost.op import contracts
+from fxpar.sharding.cost.op import is_contraction
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def form_of(target: Any) -> AttentionForm | None:
     if flex is not None:
         return flex
     name, schema = str(target), _torch.objects.schema_of(target)
-    if schema is None or not contracts(target) or "attention" not in name:
+    if schema is None or not is_contraction(target) or "attention" not in name:
         return None
     names = tuple(argument.name for argument in schema.arguments)
     balanced = "near_ahead" in names and "gap" not in names

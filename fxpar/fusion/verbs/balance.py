@@ -25,7 +25,7 @@ from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.attention.local_attention import restrided
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cost.balanced_queries import obstacle
 from fxpar.sharding.mesh import Mesh
@@ -129,7 +129,7 @@ class _Halves:
         """Return ``x`` of the mirror rank."""
         return mirrored(self.build, x, self.axes)
 
-    def apart(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def split(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the rows that a rank attends: its own first half, and the mirror's
         second."""
         slice_, half = aten.slice.Tensor, self.rows // 2
@@ -139,9 +139,9 @@ class _Halves:
 
     def joined(self, near: fx.Node, far: fx.Node, like: torch.Tensor) -> fx.Node:
         """Return the rows in their first order, laid out as ``like``: inverse of
-        ``apart``."""
+        ``split``."""
         rows = [near, self.swapped(far)]
-        return laid_out(self.build, self.build.call(aten.cat.default, rows, 2), like)
+        return restrided(self.build, self.build.call(aten.cat.default, rows, 2), like)
 
 
 def _items(build: Builder, node: fx.Node) -> list[fx.Node]:
@@ -153,7 +153,7 @@ def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     """Return output and log-sum-exp, by position."""
     query, key, value, _, scale = node.args
     halves, whole = _Halves(build, node), node.meta["val"]
-    near, far = halves.apart(query)
+    near, far = halves.split(query)
     op = ours.balanced_causal_attention.default
     outputs = build.call(op, near, key, value, far, *halves.places(), scale)
     near_out, near_lse, far_out, far_lse = _items(build, outputs)
@@ -167,7 +167,7 @@ def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     """Return gradients of queries, keys and values, by position."""
     grad, query, key, value, out, lse, _, scale = node.args
     halves, whole = _Halves(build, node), node.meta["val"]
-    sets = [halves.apart(x) for x in (grad, query, out, lse)]
+    sets = [halves.split(x) for x in (grad, query, out, lse)]
     near, far = zip(*sets, strict=True)
     op = ours.balanced_causal_attention_backward.default
     arguments = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)

@@ -22,11 +22,11 @@ from fxpar.fusion.verbs.ring import Ring
 from fxpar.fusion.verbs.ring_attention import (
     Result,
     RingAttention,
-    near_first,
+    nearest_first,
 )
 from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts
-from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.attention.local_attention import restrided
 from fxpar.passes.attention.merge_attention import RunningAttention
 
 aten = torch.ops.aten
@@ -136,7 +136,7 @@ class FlexRing(RingAttention):
             ring, shards = self._ring(), self._shards(build)
             attentions = [
                 self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(near_first(build, ring, shards))
+                for i, parts in enumerate(nearest_first(build, ring, shards))
             ]
             first, *others = (_weighted(build, node) for node in attentions)
             running = RunningAttention(*first)
@@ -145,7 +145,7 @@ class FlexRing(RingAttention):
             out, total = running.result(build)
             out = build.cast(out, whole[0].dtype)
             results: dict[Result, fx.Node] = {
-                0: laid_out(build, out, whole[0]),
+                0: restrided(build, out, whole[0]),
                 1: flex_parts.to_base_2(build, total, running.shift),
             }
             if _LARGEST in read:

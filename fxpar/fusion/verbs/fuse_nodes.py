@@ -29,7 +29,7 @@ from fxpar.fusion.node_legality import CallableRegion as CallableRegion
 from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.unlike_shards import UnlikeOp
+from fxpar.fusion.uneven_ops import UnevenOp
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.lower import contiguous
@@ -126,7 +126,7 @@ def inline(graph: fx.Graph) -> None:
 
 def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
     """Return the ``meta`` that marks a node with the region it was in."""
-    if isinstance(region.target, UnlikeOp):
+    if isinstance(region.target, UnevenOp):
         return {}
     return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}
 

@@ -73,24 +73,24 @@ def hierarchical(
 
 
 def _split(
-    edit: Edit, reduced: fx.Node, dim: int, op: str, near: Axes, far: Axes
+    edit: Edit, reduced: fx.Node, dim: int, op: str, inner: Axes, outer: Axes
 ) -> list[fx.Node]:
     x: Any = reduced.args[0]
     with edit.before(reduced) as build:
         steps = [
             collective_nodes.step(
-                build, collective_nodes.reduce_scatter, x, dim, op, near
+                build, collective_nodes.reduce_scatter, x, dim, op, inner
             )
         ]
-        if far:
+        if outer:
             steps.append(
                 collective_nodes.step(
-                    build, collective_nodes.all_reduce, steps[-1], op, far
+                    build, collective_nodes.all_reduce, steps[-1], op, outer
                 )
             )
         steps.append(
             collective_nodes.step(
-                build, collective_nodes.all_gather, steps[-1], dim, near
+                build, collective_nodes.all_gather, steps[-1], dim, inner
             )
         )
     edit.swap(reduced, steps[-1])
@@ -191,7 +191,7 @@ def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
     for node in nodes:
         if node.target is not collective_nodes.all_gather:
             raise refuse("drop", node, "is no all-gather")
-        whole = [user for user in node.users if not _takes_back(user, node)]
+        whole = [user for user in node.users if not _is_undone_by(user, node)]
         if whole and not _is_there(edit, node):
             names = ", ".join(user.name for user in whole[:3])
             raise refuse("drop", node, f"is read whole by {names}")
@@ -206,21 +206,21 @@ def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
 def _is_there(edit: Edit, gathered: fx.Node) -> bool:
     """Return whether a gather joins slices of a value that all ranks hold."""
     part = gathered.all_input_nodes[0]
-    if not _takes_back(part, gathered):
+    if not _is_undone_by(part, gathered):
         return False
     return edit.varies()[part.all_input_nodes[0]].isdisjoint(
         collective_nodes.axes_of(gathered)
     )
 
 
-def _takes_back(user: fx.Node, gathered: fx.Node) -> bool:
+def _is_undone_by(user: fx.Node, gathered: fx.Node) -> bool:
     return user.target is collective_nodes.slice_ and user.args[1:] == gathered.args[1:]
 
 
 def take_back(edit: Edit, gathered: fx.Node) -> None:
     """Let readers of slices of a gathered value read the gather's operand."""
     for user in list(gathered.users):
-        if _takes_back(user, gathered):
+        if _is_undone_by(user, gathered):
             edit.swap(user, gathered.all_input_nodes[0])
 
 
@@ -288,9 +288,14 @@ def as_slice(
 def _is_gathered(node: fx.Node, state: fx.Node, dim: int, axes: Axes) -> bool:
     """Return whether a node gathers slices like those of the state."""
     value, state_value = node.meta["val"], state.meta["val"]
-    alike = node.target is collective_nodes.all_gather and node.args[1:] == (dim, axes)
+    is_equal = node.target is collective_nodes.all_gather and node.args[1:] == (
+        dim,
+        axes,
+    )
     return (
-        alike and value.shape == state_value.shape and value.dtype == state_value.dtype
+        is_equal
+        and value.shape == state_value.shape
+        and value.dtype == state_value.dtype
     )
 
 

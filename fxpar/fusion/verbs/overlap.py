@@ -78,8 +78,8 @@ class Chunks:
             size = shape[dim] // self.chunks
             return build.call(aten.slice.Tensor, x, dim, i * size, (i + 1) * size)
         size = shape[dim] // self.ranks // self.chunks
-        apart = [*shape[:dim], self.ranks, self.chunks, size, *shape[dim + 1 :]]
-        x = build.call(aten.reshape.default, x, apart)
+        split_shape = [*shape[:dim], self.ranks, self.chunks, size, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, split_shape)
         x = build.call(aten.select.int, x, dim + 1, i)
         together = [*shape[:dim], self.ranks * size, *shape[dim + 1 :]]
         return build.call(aten.reshape.default, x, together)
@@ -90,8 +90,8 @@ class Chunks:
             return build.call(aten.cat.default, chunks, dim)
         shape = list(chunks[0].meta["val"].shape)
         size = shape[dim] // self.ranks
-        apart = [*shape[:dim], self.ranks, size, *shape[dim + 1 :]]
-        rows = [build.call(aten.reshape.default, c, apart) for c in chunks]
+        split_shape = [*shape[:dim], self.ranks, size, *shape[dim + 1 :]]
+        rows = [build.call(aten.reshape.default, c, split_shape) for c in chunks]
         x = build.call(aten.cat.default, rows, dim + 1)
         shape[dim] *= len(chunks)
         return build.call(aten.reshape.default, x, shape)
@@ -247,7 +247,7 @@ def _coming(
     node, along, chunks = how.node, how.along, how.chunks
     x = node.all_input_nodes[0]
     if how.ring is not None:
-        ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
+        ring = Ring.nearest_first(edit.mesh, how.axes, along, how.ring)
         return ring, along, ring.arriving(build, x)
     if node.target is collective_nodes.recv:
         dim = 0 if how.dim is None else how.dim
@@ -300,7 +300,7 @@ def _ring_last(
         raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
     op: Any = how.args[1]
     assert how.ring is not None
-    ring = Ring.far_first(edit.mesh, how.axes, how.along, how.ring)
+    ring = Ring.farthest_first(edit.mesh, how.axes, how.along, how.ring)
     source = how.node.all_input_nodes[0]
     return ring.reduced(build, lambda i: _pull(edit, region, source, ring, i), op)
 
@@ -316,11 +316,11 @@ def _chunks_last(
         whole = [d for d, n in enumerate(shape) if d != along and n % chunks == 0]
         dim = whole[0] if whole else (along if along is not None else 0)
     straight = Chunks(dim, chunks)
-    apart = Chunks(dim, chunks, edit.mesh.count(how.axes))
+    by_rank = Chunks(dim, chunks, edit.mesh.count(how.axes))
     before = after = straight
     if dim == along:
         gathers = last.target is collective_nodes.all_gather
-        before, after = (straight, apart) if gathers else (apart, straight)
+        before, after = (straight, by_rank) if gathers else (by_rank, straight)
     _check_size(last, source if before is straight else last, dim, chunks)
     pieces, skew = [], _Skew(last)
     for i in range(chunks):
@@ -381,9 +381,11 @@ def _cutter(edit: Edit, layout: Layout, i: int, pull: Sequence[fx.Node]) -> Cutt
 
     grain = layout.ranks * layout.chunks
     # In a ring each rank has another part at a time.
-    apart = layout.axes if isinstance(layout, Ring) else ()
+    outside_axes = layout.axes if isinstance(layout, Ring) else ()
     parts = frozenset(pull)
-    return Cutter(build, (_AXIS,), {}, pull=parts, cut=cut, grain=grain, apart=apart)
+    return Cutter(
+        build, (_AXIS,), {}, pull=parts, cut=cut, grain=grain, outside_axes=outside_axes
+    )
 
 
 def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:

@@ -51,8 +51,8 @@ class _HalvesRing(Ring):
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
         shape, halves = list(x.meta["val"].shape), 2 * self.chunks
-        apart = [*shape[:dim], halves, shape[dim] // halves, *shape[dim + 1 :]]
-        x = build.call(aten.reshape.default, x, apart)
+        split_shape = [*shape[:dim], halves, shape[dim] // halves, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, split_shape)
         near = build.offset(self.axes, 2, 2 * self.parts[i], around=halves)
         far = build.compute(operator.sub, halves - 1, near)
         parts = [build.call(aten.select.int, x, dim, place) for place in (near, far)]
@@ -66,7 +66,11 @@ class BalancedRing(RingAttention):
         self._check_ring(chunks, dim, ring)
 
     def _ring(self) -> Ring:
-        order = _HalvesRing.far_first if self.form.backward else _HalvesRing.near_first
+        order = (
+            _HalvesRing.farthest_first
+            if self.form.backward
+            else _HalvesRing.nearest_first
+        )
         return order(self.edit.mesh, self.axes, SEQUENCE, 1)
 
     def _shards(self, build: Builder) -> list[fx.Node]:

@@ -131,8 +131,8 @@ def _permutes(node: fx.Node) -> list[fx.Node]:
     if x.target is not aten.cat.default:
         return []
     parts: Any = x.args[0]
-    near = [read for part in parts for read in (part, *part.all_input_nodes)]
-    permutes = (n for n in near if n.target is collective_nodes.permute)
+    around = [read for part in parts for read in (part, *part.all_input_nodes)]
+    permutes = (n for n in around if n.target is collective_nodes.permute)
     return sorted(dict.fromkeys(permutes))
 
 

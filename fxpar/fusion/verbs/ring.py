@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
-from fxpar.passes.lower import contiguous, divided, divides_first
+from fxpar.passes.lower import contiguous, divided, is_divided_first
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -48,27 +48,27 @@ class Ring:
         return len(self.parts)
 
     @classmethod
-    def near_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
+    def nearest_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
         """Return the ring that begins with a rank's own part, then parts as they arrive
         from the rank before, and, of two ways, from the next."""
         count = mesh.count(axes)
         before = count - 1 if ways == 1 else count // 2
-        behind = count - 1 - before
-        parts = sorted(range(-before, behind + 1), key=lambda part: (abs(part), part))
+        after = count - 1 - before
+        parts = sorted(range(-before, after + 1), key=lambda part: (abs(part), part))
         return cls(axes, dim, tuple(parts))
 
     @classmethod
-    def far_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
+    def farthest_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
         """Return the ring that ends with a rank's own part, as sums are sent to the
         next rank, and, of two ways, to the rank before."""
-        near = cls.near_first(mesh, axes, dim, ways)
-        return cls(axes, dim, tuple(-part for part in reversed(near.parts)))
+        forward = cls.nearest_first(mesh, axes, dim, ways)
+        return cls(axes, dim, tuple(-part for part in reversed(forward.parts)))
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
         """Append the i-th part of a whole value along its ``dim``."""
         shape, count = list(x.meta["val"].shape), self.chunks
-        apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
-        x = build.call(aten.reshape.default, x, apart)
+        split_shape = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, split_shape)
         where = build.offset(self.axes, 1, self.parts[i], around=count)
         return build.call(aten.select.int, x, dim, where)
 
@@ -119,7 +119,7 @@ class Ring:
             summand = parts(i)
             shape = list(summand.meta["val"].shape)
             summand = build.call(aten.reshape.default, summand, [-1])
-            early = op == "avg" and divides_first(summand)
+            early = op == "avg" and is_divided_first(summand)
             if early:
                 summand = divided(build, summand, self.chunks)
             for way in (1, -1):

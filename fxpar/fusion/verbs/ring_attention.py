@@ -34,7 +34,7 @@ from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.attention.local_attention import restrided
 from fxpar.passes.attention.merge_attention import (
     BIASES,
     RunningAttention,
@@ -128,7 +128,7 @@ class RingAttention:
         return [(item, item.args[1]) for item in items]
 
     def _ring(self) -> Ring:
-        of = Ring.far_first if self.form.backward else Ring.near_first
+        of = Ring.farthest_first if self.form.backward else Ring.nearest_first
         return of(self.edit.mesh, self.axes, SEQUENCE, 1)
 
     def _on_part(
@@ -185,13 +185,13 @@ class RingAttention:
             ring, shards = self._ring(), self._shards(build)
             attentions = [
                 self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(near_first(build, ring, shards))
+                for i, parts in enumerate(nearest_first(build, ring, shards))
             ]
             merge = _merged if self.mask is None else self._merged_under_mask
             for at in range(0, 2 * self.form.sets, 2):
                 out, results[at + 1] = merge(build, attentions, at)
                 out = build.cast(out, whole[at].dtype)
-                results[at] = laid_out(build, out, whole[at])
+                results[at] = restrided(build, out, whole[at])
             further: dict[Result, fx.Node] = {
                 i: build.call(operator.getitem, attentions[0], i)
                 for i, value in enumerate(whole)
@@ -263,7 +263,7 @@ class RingAttention:
 
             message = ring.reduced(build, summands, "sum")
             results = {
-                k: laid_out(build, build.cast(sums[k], value.dtype), value)
+                k: restrided(build, build.cast(sums[k], value.dtype), value)
                 for k, value in whole.items()
             }
             gradients = [
@@ -362,7 +362,7 @@ def _unpacked(
     return out
 
 
-def near_first(
+def nearest_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """Yield parts of all ranks, from a rank's own on; the next one is in flight when

@@ -102,7 +102,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     if arguments["is_causal"]:
         results = _causal(call, arguments)
         if isinstance(values, torch.Tensor):
-            return laid_out(call.build, results[0], values)
+            return restrided(call.build, results[0], values)
         further_results = [_unread(call, results[0], x) for x in values[2:]]
     else:
         if keys and arguments.get("attn_bias") is not None:
@@ -126,7 +126,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
     if keys:
         out, lse = _merged(call, out, lse, _mask(arguments))
-    out = laid_out(call.build, out, values[0])
+    out = restrided(call.build, out, values[0])
     return (out, _as_kernel(call, lse, call.local_shape(1)), *further_results)
 
 
@@ -191,7 +191,7 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     op, ahead = ours.causal_attention_backward.default, _ahead(call, 1)
     node = call.build.call(op, grad, *tensors, weights, ahead, arguments["scale"])
     gradients = (
-        laid_out(call.build, _result(call, node, i), values[i]) for i in range(3)
+        restrided(call.build, _result(call, node, i), values[i]) for i in range(3)
     )
     return (*gradients, *(None for _ in values[3:]))
 
@@ -241,7 +241,7 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
     )
 
 
-def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
+def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
     """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
     which views of it were traced."""
     strides = _torch.symbols.hint_shape(like.stride())

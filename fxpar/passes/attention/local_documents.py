@@ -137,10 +137,10 @@ def _sees_keys(
     first, end = (_of_row(build, x, document) for x in (own.first_key, own.end_of_keys))
     if causal:
         shift = _of_row(build, own.shift, document)
-        behind = build.call(
+        causal_end = build.call(
             aten.add.Tensor, build.call(aten.sub.Tensor, rows, shift), 1
         )
-        end = build.call(aten.minimum.default, end, behind)
+        end = build.call(aten.minimum.default, end, causal_end)
     return build.call(aten.gt.Tensor, end, first)
 
 
@@ -217,9 +217,9 @@ def _own_documents(
     elif keys is queries:
         seen_keys = build.call(aten.clamp_max.default, keys, end)
     else:
-        behind = build.call(aten.sub.Tensor, queries, end)
-        behind = build.call(aten.clamp_min.default, behind, 0)
-        seen_keys = build.call(aten.sub.Tensor, keys, behind)
+        past_end = build.call(aten.sub.Tensor, queries, end)
+        past_end = build.call(aten.clamp_min.default, past_end, 0)
+        seen_keys = build.call(aten.sub.Tensor, keys, past_end)
         seen_keys = build.call(aten.cummax.default, seen_keys, 0)
         seen_keys = build.call(operator.getitem, seen_keys, 0)
         seen_keys = build.cast(seen_keys, keys.meta["val"].dtype)

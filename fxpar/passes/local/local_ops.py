@@ -45,7 +45,7 @@ from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.row_moves import Exchange, turn_of
-from fxpar.sharding.shift_messages import by_permutes, exchange_of
+from fxpar.sharding.shift_messages import exchange_of, is_by_permutes
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
@@ -55,7 +55,7 @@ def crosses(call: LocalCall) -> bool:
     (``halos``)."""
     exchanges = (_exchange(call, moves) for moves in call.rule.moves)
     target, mesh = call.node.target, call.build.mesh
-    return any(x.axes and not by_permutes(target, x, mesh) for x in exchanges)
+    return any(x.axes and not is_by_permutes(target, x, mesh) for x in exchanges)
 
 
 def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
@@ -257,8 +257,8 @@ def local_op(
         (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
     all_whole = all(s.is_whole for s in operands + results)
-    if all_whole and op.target not in OWN and _laid_out_alike(node, local):
-        return _same(build, node, args, kwargs)
+    if all_whole and op.target not in OWN and _has_global_layouts(node, local):
+        return _copied(build, node, args, kwargs)
     shapes = _shapes(op, program)
     call = LocalCall(build, node, op.rule, operands, results, shapes)
     if _torch.aot.higher_order_name(node.target) in TIES:
@@ -268,7 +268,7 @@ def local_op(
     return result
 
 
-def _laid_out_alike(node: fx.Node, local: Local) -> bool:
+def _has_global_layouts(node: fx.Node, local: Local) -> bool:
     """Return whether a node's operands have the same memory layout as in the global
     graph."""
     pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
@@ -295,7 +295,7 @@ def _shapes(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(program.values[v].sizes for v in op.tensors)
 
 
-def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+def _copied(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """Copy an op on whole values, fake value included."""
     args = size_nodes.as_nodes(build.graph, args)
     kwargs = size_nodes.as_nodes(build.graph, kwargs)

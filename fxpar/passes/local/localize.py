@@ -127,7 +127,7 @@ def _reduce_before_views(graph: fx.Graph) -> None:
         if node.kwargs or not op_facts_of(view.target).reshapes:
             continue
         source, readers = view.args[0], list(node.users)
-        if readers and all(_gives_back(reader, source) for reader in readers):
+        if readers and all(_is_undone_by(reader, source) for reader in readers):
             node.args = (source, *node.args[1:])
             node.meta["val"] = readers[0].meta["val"]
             for reader in readers:
@@ -135,7 +135,7 @@ def _reduce_before_views(graph: fx.Graph) -> None:
                 graph.erase_node(reader)
 
 
-def _gives_back(reader: fx.Node, source: fx.Node) -> bool:
+def _is_undone_by(reader: fx.Node, source: fx.Node) -> bool:
     """Return whether a node reshapes to the shape of ``source``, of known sizes."""
     if not op_facts_of(reader.target).reshapes:
         return False

@@ -31,10 +31,10 @@ aten = torch.ops.aten
 def share_exchanges(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     """Share exchanges of a local graph in place; ``mesh`` has its links."""
     # Slices along one dim may be sliced again along another, so repeat.
-    while any(_share(build, alike, mesh) for alike in _slices(graph, mesh)):
+    while any(_share(build, key, mesh) for key in _slices(graph, mesh)):
         pass
     for node in list(graph.nodes):
-        if _is_sum(node) and not _joins_sum(node):
+        if _is_sum(node) and not _is_read_by_one_sum(node):
             _share_sum(build, node, mesh)
 
 
@@ -49,10 +49,10 @@ def _slices(graph: fx.Graph, mesh: Mesh) -> list[list[fx.Node]]:
         if node.target is not collective_nodes.move_rows:
             continue
         exchange = _exchange(node)
-        alike = shared_rows.alike(exchange)
-        is_slice = alike is not None and len(exchange.moves.sources) == 1
+        key = shared_rows.sharing_key(exchange)
+        is_slice = key is not None and len(exchange.moves.sources) == 1
         if is_slice and row_moves.crossing(exchange, mesh)[0]:
-            slices.setdefault((node.args[0], alike), []).append(node)
+            slices.setdefault((node.args[0], key), []).append(node)
     return [nodes for nodes in slices.values() if len(nodes) > 1]
 
 
@@ -99,7 +99,7 @@ def _is_sum(node: fx.Node) -> bool:
     return len({(x.shape, x.dtype) for x in (node.meta["val"], *read)}) == 1
 
 
-def _joins_sum(node: fx.Node) -> bool:
+def _is_read_by_one_sum(node: fx.Node) -> bool:
     """Return whether a node's only reader is one sum."""
     return len(node.users) == 1 and all(map(_is_sum, node.users))
 
@@ -107,7 +107,7 @@ def _joins_sum(node: fx.Node) -> bool:
 def _summands(node: fx.Node) -> list[fx.Node]:
     """Return the summands of a sum of sums that nothing else reads."""
     out: list[fx.Node] = []
-    for x in filter(_joins_sum, node.all_input_nodes):
+    for x in filter(_is_read_by_one_sum, node.all_input_nodes):
         out += _summands(x) if _is_sum(x) else [x]
     return out
 
@@ -119,11 +119,11 @@ def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
         if node.target is not collective_nodes.move_rows or _rows_put(node) is None:
             continue
         exchange = _exchange(node)
-        alike = shared_rows.alike(exchange)
-        if alike is not None and row_moves.crossing(exchange, mesh)[0]:
-            puts.setdefault(alike, []).append(node)
-    for alike, nodes in puts.items():
-        exchanges, dim = [_exchange(node) for node in nodes], alike.moves.dim
+        key = shared_rows.sharing_key(exchange)
+        if key is not None and row_moves.crossing(exchange, mesh)[0]:
+            puts.setdefault(key, []).append(node)
+    for key, nodes in puts.items():
+        exchanges, dim = [_exchange(node) for node in nodes], key.moves.dim
         window = shared_rows.window_of(exchanges)
         if not shared_rows.pays(window, exchanges, mesh, _row(nodes[0], dim)):
             continue

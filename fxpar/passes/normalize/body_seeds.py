@@ -122,7 +122,7 @@ class _Draws:
 
     def called(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the seeds that a higher-order call would draw for its bodies."""
-        if name in _CALLS and _draws(_CALLS[name], args):
+        if name in _CALLS and _has_draws(_CALLS[name], args):
             self.requests.append((_SEEDS, *_CALLS[name].seeds(args)))
 
 
@@ -205,7 +205,7 @@ def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
         _ACTIVE.pop()
 
 
-def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
+def _has_draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
     """Return whether a body or the test of a call draws numbers that seeds can give."""
     inputs = [x for group in call.inputs for x in args[group]]
     start = sum(len(args[g]) for g in call.inputs if call.rows and g < call.rows)
@@ -244,7 +244,7 @@ def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
     """Return the arguments of a call, whose bodies take a seed if they draw, and the
     number of its last results that are not the user's."""
     call = _CALLS[name]
-    if not _draws(call, args):
+    if not _has_draws(call, args):
         return args, 0
     seeds = _new_seeds(call.seeds(args), _device(args))
     seeded_args = list(args)

@@ -262,10 +262,10 @@ def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if str(pool.target) != "prims._low_memory_max_pool_with_offsets.default":
         return None
     image = shape_of(pool.args[0])
-    alike = shape_of(result) == image and shape_of(grad) == shape_of(index)
+    is_equal = shape_of(result) == image and shape_of(grad) == shape_of(index)
     planes = (math.prod(image[:-2]), image[-2] * image[-1])
     fits = len(pool.args) > 5 and len(pool.args[1]) == 2 and len(image) == 4
-    return (index, pool) if fits and alike and shape_of(node) == planes else None
+    return (index, pool) if fits and is_equal and shape_of(node) == planes else None
 
 
 def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
@@ -338,10 +338,10 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
     return value if fits and stored == value else None
 
 
-def _is_like(weight: Any, shape: tuple[int, ...], *alike: fx.Node) -> bool:
+def _is_like(weight: Any, shape: tuple[int, ...], *others: fx.Node) -> bool:
     """Return whether ``weight`` is a tensor of this shape, and all nodes have one
     floating dtype."""
     if not isinstance(weight, fx.Node) or shape_of(weight) != shape:
         return False
-    dtypes = {n.meta["val"].dtype for n in (weight, *alike)}
+    dtypes = {n.meta["val"].dtype for n in (weight, *others)}
     return len(dtypes) == 1 and dtypes.pop().is_floating_point

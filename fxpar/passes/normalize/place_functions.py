@@ -92,7 +92,7 @@ def with_opposite_bound(choice: TwoValued) -> TwoValued:
     return TwoValued(frozenset([opposite]), choice.no, choice.yes)
 
 
-def equal_sizes(one: Any, other: Any) -> bool:
+def is_equal_size(one: Any, other: Any) -> bool:
     """Return whether two sizes are known to be equal."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other

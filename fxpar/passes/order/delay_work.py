@@ -29,9 +29,9 @@ from torch import fx
 from fxpar._torch.nodes_by_target import calls_where
 from fxpar.passes.order.joinable_collectives import from_inputs, region_of
 from fxpar.passes.order.sink_waits import is_chunk
-from fxpar.passes.order.small_collectives import only_computes
+from fxpar.passes.order.small_collectives import is_pure
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
-from fxpar.sharding.cost.op import bytes_of, contracts, viewed
+from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -103,11 +103,11 @@ def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None
 
 def _sources(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes among ``since`` that ``node`` is computed from."""
-    near, stack = set(since), [node]
+    inside, stack = set(since), [node]
     sources: set[fx.Node] = set()
     while stack:
         for read in stack.pop().all_input_nodes:
-            if read in near and read not in sources:
+            if read in inside and read not in sources:
                 sources.add(read)
                 stack.append(read)
     return sources
@@ -147,9 +147,9 @@ def delay(graph: fx.Graph) -> None:
         end = min(map(place.__getitem__, waits_of[node]))
         if end > at and nodes[end].target not in WAITS:
             waited_at.add(end)
-        has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
+        can_overlap = end <= at or work[end] > work[at + 1] or node in input_derived
         if (
-            has_work_beside
+            can_overlap
             or not node.all_input_nodes  # a message that is received
             or is_chunk(node)
             or region_of(node)
@@ -159,14 +159,14 @@ def delay(graph: fx.Graph) -> None:
         movable = _movable(node, nodes[max(begin, at - _FAR) : at], delayed)
         if any(_is_work(moved.target) for moved in movable):
             movable = _without_operands(movable, nodes[at + 1 : end])
-            behind = _last_start(nodes[at:end], movable, waits_of)
+            late_work = _last_start(nodes[at:end], movable, waits_of)
             for work_node in reversed(movable):
-                behind.append(work_node)
+                late_work.append(work_node)
             delayed.update(movable)
 
 
 def _is_work(target: Any) -> bool:
-    return contracts(target) or target in PRODUCTS
+    return is_contraction(target) or target in PRODUCTS
 
 
 def _is_border(target: Any) -> bool:
@@ -230,8 +230,8 @@ def _movable(
         return _unneeded(node, since, delayed)
     call = half.prev
     at = since.index(call) + 1
-    parted = [*since[:at], half, *since[at:]]
-    movable = _unneeded(node, parted, delayed, computed_of(half, parted[at + 1 :]))
+    halved = [*since[:at], half, *since[at:]]
+    movable = _unneeded(node, halved, delayed, computed_of(half, halved[at + 1 :]))
     if half not in movable:
         join(call, half)
     return movable
@@ -260,9 +260,7 @@ def _unneeded(
         if candidate in free:
             size = 0
         stays = (
-            candidate in stay_reads
-            or candidate in delayed
-            or not only_computes(candidate)
+            candidate in stay_reads or candidate in delayed or not is_pure(candidate)
         )
         if stays or size > room or source in reads:
             stay_reads.update(candidate.all_input_nodes)

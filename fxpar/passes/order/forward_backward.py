@@ -14,10 +14,11 @@ nothing else, are recomputed, so that the partitioner saves this rank's shard fo
 backward and not the whole (FSDP's reshard-after-forward). Without the tags the
 partitioner may save either.
 
-``save_alike``: the partitioner weighs values by their size. Where shards, or the ranks'
-inputs, have different sizes one rank could recompute a collective whose result another
-saved, and wait for it forever; so nodes that read recomputed values in the forward are
-saved: recomputed are only values that the backward itself reads, on all ranks.
+``save_readers_of_recomputed``: the partitioner weighs values by their size. Where
+shards, or the ranks' inputs, have different sizes one rank could recompute a collective
+whose result another saved, and wait for it forever; so nodes that read recomputed
+values in the forward are saved: recomputed are only values that the backward itself
+reads, on all ranks.
 
 ``save_of_stages``: a parameter that is sharded over the axis of stages and read at all
 places is gathered by all of them, once: the backward of one place may not read it, and
@@ -52,7 +53,7 @@ from fxpar.sharding.program import depending_on_tangents, phase_of
 transfer = torch.ops.fxpar.transfer.default
 
 
-def save_alike(graph: fx.Graph) -> None:
+def save_readers_of_recomputed(graph: fx.Graph) -> None:
     """Tag nodes that read recomputed values in the forward to be saved, in place."""
     backward = depending_on_tangents(graph)
     for node in graph.nodes:
@@ -90,7 +91,7 @@ def regather(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class PartedGraph:
+class PhasedGraph:
     """Is a local graph with its calls by phase."""
 
     # The graph that has the calls.
@@ -117,12 +118,12 @@ class PartedGraph:
         return 1 + bool(self.backward)
 
 
-def parted(graph: fx.Graph) -> PartedGraph:
+def split_phases(graph: fx.Graph) -> PhasedGraph:
     """Return a local graph split into the calls of its forward and its backward."""
     backward_nodes = depending_on_tangents(graph)
     forward, backward = phases(graph)
     is_gradient = (result in backward_nodes for result in graph.output_node().args[0])
-    return PartedGraph(graph, tuple(forward), tuple(backward), tuple(is_gradient))
+    return PhasedGraph(graph, tuple(forward), tuple(backward), tuple(is_gradient))
 
 
 def as_run(
@@ -136,7 +137,7 @@ def as_run(
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
-    return parted_as_run(parted(graph), disable=disable, settings=settings)
+    return phases_as_run(split_phases(graph), disable=disable, settings=settings)
 
 
 # Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
@@ -144,7 +145,7 @@ def as_run(
 _TAGS = ("recompute", "ac_graph_id", "custom", "fxpar_chunk")
 
 
-def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
+def is_same_program(graph: fx.Graph, shapes: fx.Graph) -> bool:
     """Return whether a graph and one on the meta device are the same program, so that
     ``as_run`` orders both in the same way."""
     place: dict[Any, fx.Node] = {}
@@ -162,7 +163,7 @@ def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
             args = fx.node.map_aggregate(node.args, on_meta)
             return bool(tuple(args[0]) == tuple(other.args[0]))
         if node.op == "placeholder":
-            same = other.op == node.op and _lies_as(node) == _lies_as(other)
+            same = other.op == node.op and _memory_layout(node) == _memory_layout(other)
         else:
             reads = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
             same = (node.op, node.target) == (other.op, other.target)
@@ -173,7 +174,7 @@ def are_run_alike(graph: fx.Graph, shapes: fx.Graph) -> bool:
     return True
 
 
-def _lies_as(node: fx.Node) -> Any:
+def _memory_layout(node: fx.Node) -> Any:
     """Return the dtype, shape and strides of a node's tensor, or its other value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -181,8 +182,8 @@ def _lies_as(node: fx.Node) -> Any:
     return value.dtype, tuple(value.shape), value.stride()
 
 
-def parted_as_run(
-    parts: PartedGraph,
+def phases_as_run(
+    parts: PhasedGraph,
     *,
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
@@ -199,7 +200,7 @@ def parted_as_run(
     return _joined(forward, backward, parts.is_gradient)
 
 
-def phase_graph(parts: PartedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
+def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
     """Return a copy of the forward (0) or the backward (1) by itself, before it is
     ordered; of the whole graph if it has no backward."""
     results = list(parts.graph.output_node().args[0])

@@ -38,18 +38,18 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
     results = graph.output_node().args[0]
     input_of: dict[fx.Node, int | None] = {}
     for i, result in enumerate(results):
-        if isinstance(result, fx.Node) and _is_made_here(result):
+        if isinstance(result, fx.Node) and _is_computed_here(result):
             # One value for two parameters is left to autograd.
             input_of[result] = inputs.get(i) if result not in input_of else None
-    made_at = {
-        _made_at(x): x for x, position in input_of.items() if position is not None
+    gradient_at = {
+        _ready_at(x): x for x, position in input_of.items() if position is not None
     }
     chunk: list[fx.Node] = []
     size, limit = 0, FIRST
-    places = [node for node in graph.nodes if node in made_at]
+    places = [node for node in graph.nodes if node in gradient_at]
     for node in places:
-        chunk.append(made_at[node])
-        size += made_at[node].meta["val"].nbytes
+        chunk.append(gradient_at[node])
+        size += gradient_at[node].meta["val"].nbytes
         if size < limit and node is not places[-1]:
             continue
         with graph.inserting_after(node):
@@ -61,14 +61,14 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
         chunk, size, limit = [], 0, CHUNK
 
 
-def _made_at(gradient: fx.Node) -> fx.Node:
+def _ready_at(gradient: fx.Node) -> fx.Node:
     """Return the node after which a gradient has its values: for a gather with a wait
     in place, the wait."""
     waits = (x for x in gradient.users if x.target is _WAIT)
     return next(waits, gradient)
 
 
-def _is_made_here(node: fx.Node) -> bool:
+def _is_computed_here(node: fx.Node) -> bool:
     """Return whether a value is neither an input of the graph nor a view of one, which
     an op that is declared to write would write to."""
     while node.op == "call_function":

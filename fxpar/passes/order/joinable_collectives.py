@@ -83,12 +83,13 @@ class Joinable:
             candidates.update(
                 node
                 for node in gathers
-                if node.args[0] in derived and (not reductions or _is_read_alike(node))
+                if node.args[0] in derived
+                and (not reductions or _is_on_all_ranks(node))
             )
         before: Mapping[fx.Node, frozenset[str]] = {}
         if reductions:
-            near_output = _near_output(graph)
-            ends = {n for n in near_output if n.target in (_SCATTER, _REDUCE)}
+            before_output = _before_output(graph)
+            ends = {n for n in before_output if n.target in (_SCATTER, _REDUCE)}
             candidates |= ends
             before = _reductions_before(ends)
         none = frozenset[str]()
@@ -102,7 +103,7 @@ class Joinable:
                     before.get(node, none),
                 )
                 for node in sorted(candidates)
-                if _may_join(node)
+                if _can_join(node)
             )
         )
 
@@ -144,13 +145,13 @@ def _kind_of(node: fx.Node) -> Hashable:
     return node.target, node.args[1:], value.dtype, value.device
 
 
-def _may_join(node: fx.Node) -> bool:
+def _can_join(node: fx.Node) -> bool:
     """Return whether no schedule placed or fused a collective, and it is real."""
     real = not node.args[0].meta["val"].is_complex()
     return real and not is_chunk(node) and not region_of(node)
 
 
-def _is_read_alike(node: fx.Node) -> bool:
+def _is_on_all_ranks(node: fx.Node) -> bool:
     """Return whether all ranks have this gather in a backward: with uneven shards some
     ranks may save values that others recompute, except for gathered parameters."""
     return LARGEST not in _custom(node) or node.meta.get("ac_graph_id") == REGATHERED
@@ -190,7 +191,7 @@ def is_cheap(node: fx.Node) -> bool:
     return facts.moves or facts.reshapes or facts.casts
 
 
-def _near_output(graph: fx.Graph) -> set[fx.Node]:
+def _before_output(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes with only cheap work between them and the output or update."""
     ends: set[fx.Node] = set()
     borders = {graph.output_node()}
@@ -199,15 +200,15 @@ def _near_output(graph: fx.Graph) -> set[fx.Node]:
     while pending:
         node = pending.pop()
         if node not in ends and all(
-            user in borders or (user in ends and _leads_on(user.target))
+            user in borders or (user in ends and _can_lead_to_output(user.target))
             for user in node.users
         ):
             ends.add(node)
-            pending += node.all_input_nodes if _leads_on(node.target) else ()
+            pending += node.all_input_nodes if _can_lead_to_output(node.target) else ()
     return ends
 
 
-def _leads_on(target: Any) -> bool:
+def _can_lead_to_output(target: Any) -> bool:
     """Return whether the operands of an op may be near the output if the op is."""
     facts = op_facts_of(target)
     return (
@@ -233,14 +234,14 @@ def _reductions_before(
 ) -> dict[fx.Node, frozenset[str]]:
     """Return the names of the reductions that each node depends on, if any."""
     waits = {u: n for n in reductions for u in n.users if u.target is WAIT}
-    behind, pending = set(waits), list(waits)
+    after_waits, pending = set(waits), list(waits)
     while pending:
-        new = [user for user in pending.pop().users if user not in behind]
-        behind.update(new)
+        new = [user for user in pending.pop().users if user not in after_waits]
+        after_waits.update(new)
         pending += new
     none = frozenset[str]()
     out: dict[fx.Node, frozenset[str]] = {}
-    for node in sorted(behind):
+    for node in sorted(after_waits):
         own = (waits[node].name,) if node in waits else ()
         out[node] = none.union(own, *(out.get(r, none) for r in node.all_input_nodes))
     return out

@@ -30,7 +30,7 @@ from fxpar.layers import (
 )
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import is_view, tensors_in
-from fxpar.sharding.op_facts import op_facts_of, takes_from_generator
+from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -108,9 +108,9 @@ def fits(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return fits(node.args[0])
-    if takes_from_generator(node):
+    if is_drawn_from_generator(node):
         return False
-    return _computes(node.target) and _is_of_known_tensors(node)
+    return _is_pure(node.target) and _is_of_known_tensors(node)
 
 
 def _is_of_known_tensors(node: fx.Node) -> bool:
@@ -221,7 +221,7 @@ def _computing(
         if kinds[node] == "computes":
             continue
         put_off[node] = place[node]
-        if node in packs or kinds[node] == "shows" or may_come_later(node):
+        if node in packs or kinds[node] == "shows" or can_come_later(node):
             readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
             put_off[node] = min(readers, default=place[node])
         if kinds[node] == "cuts":
@@ -237,14 +237,14 @@ def _kinds(
     collective, which cut."""
     kinds: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+        if _can_share_memory(node) and kinds[node.all_input_nodes[0]] != "computes":
             kinds[node] = "shows"
         else:
             is_inside = node in communicating or fits(node)
             kinds[node] = "computes" if is_inside else "cuts"
     packs: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        is_pack = node.target is aten.cat.default or _shows(node)
+        is_pack = node.target is aten.cat.default or _can_share_memory(node)
         is_pack = is_pack and kinds[node] == "computes" and bool(node.users)
         if is_pack and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
             kinds[node] = "cuts"
@@ -252,7 +252,7 @@ def _kinds(
     return kinds, packs
 
 
-def _may_start_later(node: fx.Node) -> bool:
+def _can_start_later(node: fx.Node) -> bool:
     """Return whether a node starts a reduction, or gathers a result of the graph, and
     no schedule placed it."""
     starts = node.target in REDUCTIONS or node.target is GATHER
@@ -263,20 +263,20 @@ def _may_start_later(node: fx.Node) -> bool:
 SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
 
 
-def may_come_later(node: fx.Node) -> bool:
+def can_come_later(node: fx.Node) -> bool:
     """Return whether a node starts such a reduction, waits for one that only further
     ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
     """
     if str(node.target) in SUMS:
         return True
     if node.target is not WAIT:
-        return _may_start_later(node)
+        return _can_start_later(node)
     ends = (node.args[0], *node.users)
-    return bool(node.users) and all(map(_may_start_later, ends))
+    return bool(node.users) and all(map(_can_start_later, ends))
 
 
 @cache
-def _computes(target: Any) -> bool:
+def _is_pure(target: Any) -> bool:
     """Return whether an op's result and its strides depend on its operands only."""
     if not isinstance(target, _torch.inductor.OpOverload):
         return False
@@ -310,7 +310,7 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
         if any(user not in inside for user in node.users):
             read_outside.setdefault(_home(node), []).append(node)
     results = tuple(
-        readers[0] if len(readers) == 1 and _shows_all(readers[0]) else home
+        readers[0] if len(readers) == 1 and _is_of_all_memory(readers[0]) else home
         for home, readers in sorted(
             read_outside.items(), key=lambda item: inside.get(item[0], -1)
         )
@@ -337,14 +337,14 @@ def operands_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _home(node: fx.Node) -> fx.Node:
     """Return the op that allocates the memory of a chain of views."""
-    while _shows(node):
+    while _can_share_memory(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _shows_all(node: fx.Node) -> bool:
+def _is_of_all_memory(node: fx.Node) -> bool:
     """Return whether a node is a view of all of its memory, or no view."""
-    while _shows(node):
+    while _can_share_memory(node):
         facts = op_facts_of(node.target)
         if not (facts.reshapes or facts.keeps_order or facts.permutes):
             return False
@@ -352,17 +352,17 @@ def _shows_all(node: fx.Node) -> bool:
     return True
 
 
-def _shows(node: fx.Node) -> bool:
+def _can_share_memory(node: fx.Node) -> bool:
     """Return whether an op's result may share memory with its operand."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     if node.target is operator.getitem:
-        return _shows(node.args[0])
-    return is_view(node) or _may_alias(node.target)
+        return _can_share_memory(node.args[0])
+    return is_view(node) or _can_alias(node.target)
 
 
 @cache
-def _may_alias(target: Any) -> bool:
+def _can_alias(target: Any) -> bool:
     """Return whether, by its schema, an op's result may alias an operand."""
     schema = _torch.objects.schema_of(target)
     returns = schema.returns if schema is not None else ()

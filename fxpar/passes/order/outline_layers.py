@@ -31,8 +31,8 @@ from fxpar.layers import is_aligned, labels_of
 from fxpar.passes.order.layer_segments import (
     LEAST_CALLS,
     LayerSegment,
+    can_come_later,
     fits,
-    may_come_later,
     operands_of,
     segments,
 )
@@ -48,23 +48,23 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
     root, inputs = graph.owning_module, graph.find_nodes(op="placeholder")
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
         return 0  # sizes are open
-    if root is None or not _torch.inductor.calls_bodies():
+    if root is None or not _torch.inductor.can_call_bodies():
         return 0
     kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
     for segment in segments(graph, even=even):
         kinds[segment.text].append(segment)
     calls: dict[str, list[fx.Node]] = {}
-    for alike in kinds.values():
-        if len(alike) >= LEAST_CALLS and _takes_tensors(alike[0]):
+    for equal_segments in kinds.values():
+        if len(equal_segments) >= LEAST_CALLS and _has_only_tensors(equal_segments[0]):
             name = _free_name(root)
-            root.add_module(name, _body(alike[0]))
-            calls[name] = [_call(graph, segment, name) for segment in alike]
+            root.add_module(name, _body(equal_segments[0]))
+            calls[name] = [_call(graph, segment, name) for segment in equal_segments]
     for name, of_body in calls.items():
         _make_views_inside(getattr(root, name), of_body)
     return sum(map(len, calls.values()))
 
 
-def _takes_tensors(segment: LayerSegment) -> bool:
+def _has_only_tensors(segment: LayerSegment) -> bool:
     """Return whether all operands and results are aligned tensors, and there is a
     result."""
     ends = (*operands_of(segment.nodes), *segment.results)
@@ -97,7 +97,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
     """Replace a segment by a call of the body ``name``; return the call."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
-    behind = _put_behind(segment)
+    moved = _move_after(segment)
     operands = operands_of(segment.nodes)
     origin = {key: first.meta[key] for key in PROVENANCE if key in first.meta}
     results: dict[fx.Node, fx.Node] = {}
@@ -130,7 +130,7 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> fx.Node:
             value = outside(node)
             for user in users:
                 user.replace_input_with(node, value)
-    for node in behind:
+    for node in moved:
         place.append(node)
         place = node
     for node in reversed(segment.nodes):
@@ -176,7 +176,7 @@ def _views_given(
     places = [{n: i for i, n in enumerate(c.args[2:])} for c in calls]
     base_of: dict[int, int] = {}
     for i, column in enumerate(columns):  # grows
-        if not _are_alike_views(column):
+        if not _has_identical_views(column):
             continue
         bases = [node.all_input_nodes[0] for node in column]
         at = {place.get(node) for node, place in zip(bases, places, strict=True)}
@@ -190,7 +190,7 @@ def _views_given(
     return columns, base_of
 
 
-def _are_alike_views(column: Sequence[fx.Node]) -> bool:
+def _has_identical_views(column: Sequence[fx.Node]) -> bool:
     """Return whether nodes are identical views of tensors that a body may be given."""
     if not all(fits(node) and is_view(node) for node in column):
         return False
@@ -199,20 +199,20 @@ def _are_alike_views(column: Sequence[fx.Node]) -> bool:
     return are_aligned and len(set(labels_of(column).tolist())) == 1
 
 
-def _put_behind(segment: LayerSegment) -> list[fx.Node]:
+def _move_after(segment: LayerSegment) -> list[fx.Node]:
     """Return the nodes between a segment's nodes that must move after it: reductions,
     sums, and nodes that read the segment, in order. The others, views of earlier
     memory, are moved before it."""
-    inside, behind = set(segment.nodes), dict[fx.Node, None]()
+    inside, moved = set(segment.nodes), dict[fx.Node, None]()
     first, last = segment.nodes[0], segment.nodes[-1]
     node = first
     while node is not last:
         node, between = node.next, node
         if between in inside:
             continue
-        reads_late = any(r in inside or r in behind for r in between.all_input_nodes)
-        if reads_late or may_come_later(between):
-            behind[between] = None
+        reads_late = any(r in inside or r in moved for r in between.all_input_nodes)
+        if reads_late or can_come_later(between):
+            moved[between] = None
         else:
             first.prepend(between)
-    return list(behind)
+    return list(moved)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.passes.order.bucket_collectives import join_buckets
-from fxpar.passes.order.forward_backward import PartedGraph, phase_graph
+from fxpar.passes.order.forward_backward import PhasedGraph, phase_graph
 from fxpar.passes.order.joinable_collectives import Joinable
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
@@ -33,7 +33,7 @@ from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 class Orders:
     """Orders a split graph under one settings after the other, with a cache."""
 
-    def __init__(self, parts: PartedGraph) -> None:
+    def __init__(self, parts: PhasedGraph) -> None:
         self.parts = parts
         self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
 
@@ -55,7 +55,7 @@ class Orders:
 class _PhaseOrders:
     """Orders one phase. ``started``: number of gathers that may start ahead."""
 
-    def __init__(self, parts: PartedGraph, i: int) -> None:
+    def __init__(self, parts: PhasedGraph, i: int) -> None:
         self._parts, self._i = parts, i
         inputs = (*parts.inputs, *parts.saved) if i else parts.inputs
         self.started = gathers_started((parts.forward, parts.backward)[i], inputs)

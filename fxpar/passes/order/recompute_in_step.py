@@ -30,15 +30,15 @@ from fxpar.sharding.program import PHASE, phase_of
 def recompute_in_step(graph: fx.Graph) -> None:
     """Copy each recomputed node to before its first reader in the backward."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    behind = {node for node in calls if phase_of(node) in ("backward", "update")}
-    if not behind:
+    later = {node for node in calls if phase_of(node) in ("backward", "update")}
+    if not later:
         return
     writes = set(calls_where(graph, lambda target: op_facts_of(target).mutates))
     late: dict[fx.Node, None] = {}  # with nodes that passes added, without a phase
     for node in calls:
         if node in writes:
             continue  # a value that one reads was computed before the writes
-        if node in behind or any(read in late for read in node.all_input_nodes):
+        if node in later or any(read in late for read in node.all_input_nodes):
             late[node] = None
     if not late:
         return

@@ -60,13 +60,13 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes that write to a memory, by the node that allocates it."""
     out: dict[fx.Node, list[fx.Node]] = {}
-    for node in _torch.nodes_by_target.calls_where(graph, _changes_memory):
+    for node in _torch.nodes_by_target.calls_where(graph, _is_write):
         for read in node.all_input_nodes:
             out.setdefault(viewed(read), []).append(node)
     return out
 
 
-def _changes_memory(target: Any) -> bool:
+def _is_write(target: Any) -> bool:
     return op_facts_of(target).mutates and target not in WAITS
 
 

@@ -28,7 +28,7 @@ from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs, region_of
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
-from fxpar.sharding.cost.op import bytes_of, contracts, is_light, is_view, viewed
+from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import phase_of
 
@@ -47,7 +47,7 @@ def start_first(graph: fx.Graph) -> None:
     started: dict[fx.Node, None] = {}
     room = ROOM
     for node in collectives:
-        if not _may_start(node) or node in placed_by_prefetch:
+        if not _can_start(node) or node in placed_by_prefetch:
             continue
         if not all(map(sources.has, node.all_input_nodes)):
             continue
@@ -83,7 +83,7 @@ def wait_last(graph: fx.Graph) -> None:
     last: set[fx.Node] = set()
     room = ROOM
     for node in sorted(waited, reverse=True):
-        if not _leads_out(node, last) or not _may_wait(node):
+        if not _is_only_for_scalars(node, last) or not _can_wait(node):
             continue
         reads = {viewed(n) for n in node.all_input_nodes}
         size = bytes_of(node) + sum(map(bytes_of, reads))
@@ -106,14 +106,14 @@ def needed(node: fx.Node) -> list[fx.Node]:
     return sorted(sources)
 
 
-def only_computes(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
     """Return whether an op does nothing but compute its result."""
     target = node.target
     if node.op != "call_function" or node.is_impure() or region_of(node):
         return False
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return False
-    if target is operator.getitem or contracts(target):
+    if target is operator.getitem or is_contraction(target):
         return True
     is_core = getattr(target, "namespace", "") in ("aten", "prims")
     return (
@@ -136,14 +136,14 @@ def _has_messages(graph: fx.Graph) -> bool:
     return bool(calls_where(graph, MESSAGES.__contains__))
 
 
-def _may_start(node: fx.Node) -> bool:
+def _can_start(node: fx.Node) -> bool:
     """Return whether a collective may move before others: not if its shards are uneven,
     since ranks would then decide by different sizes."""
-    alike = LARGEST not in (node.meta.get("custom") or {})
-    return alike and not is_chunk(node) and not region_of(node)
+    is_even = LARGEST not in (node.meta.get("custom") or {})
+    return is_even and not is_chunk(node) and not region_of(node)
 
 
-def _leads_out(node: fx.Node, last: Collection[fx.Node]) -> bool:
+def _is_only_for_scalars(node: fx.Node, last: Collection[fx.Node]) -> bool:
     """Return whether a node leads only to outputs of one element, such as a loss, by
     nodes in ``last``."""
     for user in node.users:
@@ -161,21 +161,21 @@ def _is_one(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
 
 
-def _may_wait(node: fx.Node) -> bool:
+def _can_wait(node: fx.Node) -> bool:
     if node.target is WAIT:
         return not is_chunk(node.args[0]) and not region_of(node.args[0])
     return _is_light_work(node) and phase_of(node) != "update"
 
 
 def _is_light_work(node: fx.Node) -> bool:
-    return only_computes(node) and not contracts(node.target)
+    return is_pure(node) and not is_contraction(node.target)
 
 
 class _LightSources:
     """Finds nodes computed from graph inputs by light ops, before any write."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._write = min(calls_where(graph, _changes_memory), default=None)
+        self._write = min(calls_where(graph, _is_write), default=None)
         self._is_light: dict[fx.Node, bool] = {}
 
     def has(self, node: fx.Node) -> bool:
@@ -200,5 +200,5 @@ class _LightSources:
         return self._is_light[node]
 
 
-def _changes_memory(target: Any) -> bool:
+def _is_write(target: Any) -> bool:
     return target is not WAIT and op_facts_of(target).mutates

@@ -2,7 +2,7 @@
 
 In: a joint graph whose regions have ``fxpar::collective`` for their collectives. Out:
 the axes along which each value differs. A value that is declared whole and differs, or
-that leaves a region other than by its edges, is an error. ``count_alike`` turns sums of
+that leaves a region other than by its edges, is an error. ``scale_equal`` turns sums of
 equal values into multiples, in place. Never: sends anything.
 """
 
@@ -56,7 +56,7 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
             _check_ends(node, inside)
             continue
         _check_group(node, node in inside, mesh)
-        _check_apart(node, own, over)
+        _check_regions_separate(node, own, over)
         if makes_random_numbers(node) or not random.isdisjoint(reads):
             _check_draws(node, node in inside)
             random.add(node)
@@ -120,7 +120,7 @@ def _check_ends(output: fx.Node, inside: Any) -> None:
             )
 
 
-def _check_apart(
+def _check_regions_separate(
     node: fx.Node, regions: frozenset[int], over: Mapping[int, Sequence[str]]
 ) -> None:
     """Check that values of two regions over one axis meet outside of both."""
@@ -162,7 +162,7 @@ def _check_draws(node: fx.Node, inside: bool) -> None:
         )
 
 
-def count_alike(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
+def scale_equal(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
     """Replace a sum over ranks of a value that is equal on them by a multiple: nothing
     is sent. Gradients of reduced values are such: each rank has its share of them."""
     for node in list(build.graph.nodes):

@@ -21,7 +21,7 @@ from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.region_ops import EDGES
-from fxpar.passes.regions.check_regions import check_regions, count_alike
+from fxpar.passes.regions.check_regions import check_regions, scale_equal
 from fxpar.passes.regions.region_bodies import keep_bodies
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
@@ -63,7 +63,7 @@ def absorb_regions(
     _name_collectives(build, mesh)
     _join_moves(build)
     varying = check_regions(graph, mesh)
-    count_alike(build, varying, mesh)
+    scale_equal(build, varying, mesh)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -165,7 +165,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
         group = group_of_call(node)
-        axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
+        axes = mesh.ordered(group.split("+")) if _is_along_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
             continue  # ``check_regions`` reports it
         for wait in [n for n in node.users if n.target is c10d.wait_tensor.default]:
@@ -190,7 +190,7 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         build.replace(node, collective)
 
 
-def _are_axes(group: str, mesh: Mesh) -> bool:
+def _is_along_axes(group: str, mesh: Mesh) -> bool:
     return all(axis in mesh.sizes for axis in group.split("+"))
 
 

@@ -215,13 +215,13 @@ def _arguments(
 ) -> tuple[Any, Any]:
     """Return the arguments of a call with random tensors of other shapes; integer ones
     are zeros, then ones, which are valid as indices and offsets nearly everywhere."""
-    rest = iter(shapes)
+    sizes_left = iter(shapes)
 
     def argument(x: fx.Node) -> Any:
         value = x.meta["val"]
         if not isinstance(value, torch.Tensor):
             return _torch.symbols.hint_of(value)
-        shape, dtype = next(rest), value.dtype
+        shape, dtype = next(sizes_left), value.dtype
         if dtype.is_floating_point or dtype.is_complex:
             wide = torch.complex128 if dtype.is_complex else torch.float64
             sample = draw(shape, generator=generator, dtype=wide)

@@ -261,7 +261,7 @@ def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
         shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
         summand = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
         first, expected = owners.setdefault((shard, summand), (rank, part))
-        if not _same(expected, part):
+        if not _is_equal(expected, part):
             raise AssertionError(
                 f"ranks {first} and {rank} hold the same shard {shard} of {spec} on "
                 f"mesh {mesh}, but differ: {_difference(expected, part)}"
@@ -301,7 +301,7 @@ def _reduced(summands: dict[tuple[int, ...], torch.Tensor], spec: Spec) -> torch
     return summands[()]
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a is b:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.fake import depends_on_data
+from fxpar._torch.fake import is_data_dependent
 from fxpar.errors import PlanError
 from fxpar.graph import exact_ops
 from fxpar.graph import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
@@ -110,7 +110,7 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
     return reader.launches()
 
 
-def _sends_unlike(node: fx.Node) -> bool:
+def _has_unequal_messages(node: fx.Node) -> bool:
     """Return whether a node sends different numbers of rows to different ranks."""
     if node.target in EXACT:
         return True
@@ -253,7 +253,7 @@ def crossings(
             out += crossings(body.graph, even=even)
         if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
-        with_sizes = even and not _sends_unlike(node)
+        with_sizes = even and not _has_unequal_messages(node)
         operands = [
             f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
@@ -266,7 +266,7 @@ def crossings(
 def _sizes(value: torch.Tensor) -> str:
     """Return the sizes of a tensor as text. Data-dependent ones are "?": the names of
     their symbols differ between ranks."""
-    sizes = ["?" if depends_on_data(size) else str(size) for size in value.shape]
+    sizes = ["?" if is_data_dependent(size) else str(size) for size in value.shape]
     return f"[{', '.join(sizes)}]"
 
 

@@ -121,7 +121,7 @@ def _is_counted(target: Any) -> bool:
 
 def _has_unknown_size(node: fx.Node) -> bool:
     """Return whether a size of a node's result depends on data."""
-    return any(map(_torch.fake.depends_on_data, tensors_of(node.meta.get("val"))))
+    return any(map(_torch.fake.is_data_dependent, tensors_of(node.meta.get("val"))))
 
 
 def _forget_offset(node: fx.Node) -> None:
@@ -138,7 +138,7 @@ def _forget_offset(node: fx.Node) -> None:
 
 def _has_open_offset(node: fx.Node) -> bool:
     """Return whether the storage offset of a node's result depends on data."""
-    return any(map(_torch.fake.lies_by_data, tensors_of(node.meta.get("val"))))
+    return any(map(_torch.fake.has_open_offset, tensors_of(node.meta.get("val"))))
 
 
 def _bodies(loop: fx.Node) -> list[fx.GraphModule]:

@@ -97,11 +97,11 @@ class OneOp:
             self.program,
             signature=Signature(
                 tuple(
-                    replace(x, rest=spec)
+                    replace(x, at_rest=spec)
                     for x, spec in zip(signature.inputs, specs[:n], strict=True)
                 ),
                 tuple(
-                    replace(x, rest=spec)
+                    replace(x, at_rest=spec)
                     for x, spec in zip(signature.outputs, specs[n:], strict=True)
                 ),
             ),
@@ -259,10 +259,10 @@ def reductions_of(passage: Passage, one: OneOp) -> list[str]:
 def majors(rule: Rule, factor: str) -> list[str]:
     """Return the factors above ``factor`` in some dim, which must be split completely
     for ``factor`` to be split."""
-    above = []
+    enclosing = []
     for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
-        above += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
-    return list(dict.fromkeys(above))
+        enclosing += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
+    return list(dict.fromkeys(enclosing))
 
 
 def case(

@@ -22,7 +22,7 @@ from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
-from fxpar.sharding.search.unequal_shards import unlike_ranks
+from fxpar.sharding.search.unequal_shards import distinct_ranks
 
 
 def predict_step(
@@ -45,7 +45,7 @@ def predict_step(
         return simulate(graph, machine.on(mesh), machine, fused=fused)
     mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
     lines = []
-    for rank, speed in unlike_ranks(mesh):
+    for rank, speed in distinct_ranks(mesh):
         machine, own = hardware.at_speed(speed), sized(graph, mesh, rank, mode)
         lines.append(simulate(own, machine.on(mesh), machine, fused=fused))
     return max(lines, key=lambda line: line.seconds)

@@ -175,9 +175,9 @@ class _Clocks:
     def _disturb(self, place: int, start: float, end: float) -> None:
         """Slow down compute at a place while a message runs there: at once for the part
         before the place's clock, later for the rest."""
-        beside, now = self.machines[place].beside, self.now[place]
+        slowdown, now = self.machines[place].beside, self.now[place]
         if start < now:
-            self.now[place] = now = _ended(start, now - start, [(start, end)], beside)
+            self.now[place] = now = _ended(start, now - start, [(start, end)], slowdown)
         if now < end:
             self.messages[place].append((max(start, now), end))
 
@@ -188,8 +188,8 @@ class _Clocks:
         # A place's clock never goes back.
         left = [message for message in self.messages[place] if message[1] > start]
         self.messages[place] = left
-        beside, speeds = self.machines[place].beside, self.speeds[place]
-        self.now[place] = _ended(start, seconds, left, beside, speeds)
+        slowdown, speeds = self.machines[place].beside, self.speeds[place]
+        self.now[place] = _ended(start, seconds, left, slowdown, speeds)
         alone = _ended(start, seconds, (), 0.0, speeds) - start if speeds else seconds
         self.busy[place] += alone
         if seconds:
@@ -218,17 +218,17 @@ def _ended(
     start: float,
     seconds: float,
     messages: Sequence[tuple[float, float]],
-    beside: float,
+    slowdown: float,
     speeds: _Speeds = (),
 ) -> float:
     """Return the end of ``seconds`` of compute that begin at ``start``, if it loses a
-    share ``beside`` of the time of messages (start, end)."""
+    share ``slowdown`` of the time of messages (start, end)."""
     now, left = start, seconds
     while left:
         at = bisect_right(speeds, now, key=lambda x: x[0])
         speed = speeds[at - 1][1] if at else 1.0
         if any(begin <= now < end for begin, end in messages):
-            speed *= 1.0 - beside
+            speed *= 1.0 - slowdown
         edges = [x for message in messages for x in message if x > now]
         until = min([*edges, *(x for x, _ in speeds[at : at + 1])], default=math.inf)
         if left <= (until - now) * speed:

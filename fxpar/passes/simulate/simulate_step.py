@@ -179,7 +179,7 @@ def simulate(
     events = _events(launches.launches, work, times)
     in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
     first = next(in_backward, None)
-    waited = sum(e.duration for e in events if e.of) + work.seconds_beside()
+    waited = sum(e.duration for e in events if e.of) + work.seconds_of_delays()
     return Timeline(
         events,
         times.seconds,
@@ -239,7 +239,7 @@ class _LaunchTasks:
         """Return the seconds of launch i, without waits."""
         return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
 
-    def seconds_beside(self) -> float:
+    def seconds_of_delays(self) -> float:
         """Return the seconds by which collectives delay kernels."""
         pairs = zip(self.first, self.last, strict=True)
         return sum(self.tasks[a].seconds for a, b in pairs if a != b)
@@ -257,10 +257,10 @@ def _work(
         elif launch.axes:
             curve = collectives.along(launch.kind, mesh, launch.axes)
             seconds = curve.seconds(launch.before)
-            seconds_beside = seconds * hardware.beside
-            if seconds_beside:
-                work.tasks.append(Task(f"{launch.name}_beside", seconds_beside))
-            work.tasks.append(Task(launch.name, seconds - seconds_beside, launch.axes))
+            delay = seconds * hardware.beside
+            if delay:
+                work.tasks.append(Task(f"{launch.name}_beside", delay))
+            work.tasks.append(Task(launch.name, seconds - delay, launch.axes))
         elif launch.kind == "fused":
             seconds = hardware.fused(launch.moved, launch.light)
             work.tasks.append(Task(launch.name, seconds))
@@ -339,14 +339,14 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
     """Return {time: bytes in memory} at each change."""
     curve: dict[float, int] = {}
-    for i, begin, during, behind in live.usage:
+    for i, begin, during, after in live.usage:
         if i < 0:
-            curve[0.0] = behind
+            curve[0.0] = after
             continue
         if begin:
             curve[times.clock(work.last[i - 1]) if i else 0.0] = during
-        if behind != during:
-            curve[times.clock(work.last[i])] = behind
+        if after != during:
+            curve[times.clock(work.last[i])] = after
     return curve
 
 

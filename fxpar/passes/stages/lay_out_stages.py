@@ -101,7 +101,7 @@ def _groups(
     nodes: Sequence[fx.Node], actions: Sequence[Action]
 ) -> Mapping[Action, list[fx.Node]]:
     """Return the nodes of each action; nodes that belong to all parts are in none."""
-    parted = [action for action in actions if action.kind == schedules.INPUTS]
+    parts_of_inputs = [action for action in actions if action.kind == schedules.INPUTS]
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
     for node in nodes:
@@ -110,7 +110,7 @@ def _groups(
             continue
         kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
         out[Action(home.stage, kind, part)].append(node)
-    for action in parted:
+    for action in parts_of_inputs:
         backward = out.pop(action._replace(kind=schedules.BACKWARD), [])
         awaited = _awaited(backward) if backward else {}
         out[action] = [*awaited]
@@ -381,7 +381,7 @@ class _StageLayout:
                     self._put, source, values, dims, places, group
                 )
             else:
-                arrived = messages.spread_from(self._put, source, values, group)
+                arrived = messages.broadcast_from(self._put, source, values, group)
         self.unread |= dict.fromkeys(nodes, (nodes, arrived))
 
     def _read(self, node: fx.Node) -> None:

@@ -47,7 +47,7 @@ from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-_UNLIKE = "the batch is not cut, since shards of some dim are unequal"
+_UNEVEN = "the batch is not cut, since shards of some dim are unequal"
 
 # Sums in these types are accumulated in float32.
 _NARROW = (torch.bfloat16, torch.float16)
@@ -69,7 +69,7 @@ def cut_microbatches(
     holds a batch; else that raises PlanError.
     """
     if not decision.is_even:
-        return graph, (f"microbatches={parts}: {_UNLIKE}",)
+        return graph, (f"microbatches={parts}: {_UNEVEN}",)
     graph = _without_reshards(graph)
     program = read(graph, _whole_signature(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
@@ -99,11 +99,11 @@ def cut_microbatches(
     gathered_rows = rows_of_parts(graph, decision.mesh, count)
     gathered_rows.mark(decision.mesh)
     time_decision = _decide_parts(graph, decision, count)
-    if not gathered_rows.are_cut(time_decision, TIME):
+    if not gathered_rows.is_cut_along(time_decision, TIME):
         gathered_rows.unmark()
         time_decision = _decide_parts(graph, decision, count)
     if not time_decision.is_even:
-        return graph, (f"microbatches={parts}: {_UNLIKE}",)
+        return graph, (f"microbatches={parts}: {_UNEVEN}",)
     in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
     _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
@@ -129,7 +129,7 @@ def _accumulate_by_stage(graph: fx.Graph) -> None:
     while queue:
         node = queue.pop()
         total = node.args[0]
-        if node.args[1:] != ("sum", (TIME,)) or not _adds_stages(total):
+        if node.args[1:] != ("sum", (TIME,)) or not _is_sum_over_stages(total):
             continue
         with graph.inserting_before(node):
             pair = tuple(
@@ -146,7 +146,7 @@ def _accumulate_by_stage(graph: fx.Graph) -> None:
         queue += pair
 
 
-def _adds_stages(node: fx.Node) -> bool:
+def _is_sum_over_stages(node: fx.Node) -> bool:
     """Return whether a sum that is read once is of values of two stages, of one
     shape."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
@@ -177,16 +177,16 @@ def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
     nodes = graph.find_nodes(op="placeholder")
     results = graph.output_node().args[0]
 
-    def rest(node: Any) -> Spec | None:
+    def at_rest(node: Any) -> Spec | None:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         return Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
 
     inputs = (
-        Input(declared.name, declared.kind, rest(node))
+        Input(declared.name, declared.kind, at_rest(node))
         for declared, node in zip(signature.inputs, nodes, strict=True)
     )
     outputs = (
-        replace(declared, rest=rest(node), lie="whole")
+        replace(declared, at_rest=at_rest(node), lie="whole")
         for declared, node in zip(signature.outputs, results, strict=True)
     )
     return Signature(tuple(inputs), tuple(outputs), signature.tangents)
@@ -203,14 +203,14 @@ def _batch_values(program: Program, planned: Program) -> list[int]:
     while queue:
         v = queue.pop()
         readers = [program.ops[index] for index, _ in program.uses[v]]
-        cuts = [op for op in readers if _cuts_rows(op.node)]
+        cuts = [op for op in readers if _is_row_slice(op.node)]
         queue += [result for op in cuts for result in op.results]
         if len(cuts) < len(readers):
             values.append(v)
     return sorted(values)
 
 
-def _cuts_rows(node: fx.Node) -> bool:
+def _is_row_slice(node: fx.Node) -> bool:
     return node.target is steps.slice_ and node.args[1] == 0
 
 
@@ -377,12 +377,12 @@ class _Unroller:
     def joins(self) -> list[fx.Node]:
         """Return the values of all parts that are made of parts and that some op on a
         part reads: these come before what reads them in any part."""
-        made_of_parts: set[fx.Node] = set(self.part_of)
+        from_parts: set[fx.Node] = set(self.part_of)
         out = []
         for node in self.graph.nodes:
-            if not made_of_parts.isdisjoint(node.all_input_nodes):
-                made_of_parts.add(node)
-            crosses = node in made_of_parts and any(
+            if not from_parts.isdisjoint(node.all_input_nodes):
+                from_parts.add(node)
+            crosses = node in from_parts and any(
                 user in self.part_of
                 and self.part_of[user] != self.part_of.get(node, -1)
                 and not (user in self.sums and user.args[0] is node)

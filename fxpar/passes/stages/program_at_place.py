@@ -63,7 +63,7 @@ class _PlaceProgram:
                 tag += 1
             elif node.target is ours.spread.default:
                 with self.build.at(node):
-                    self._spread(node)
+                    self._broadcast(node)
             elif node.target is ours.scatter.default:
                 with self.build.at(node):
                     self._scatter(node, tag)
@@ -142,7 +142,7 @@ class _PlaceProgram:
             node, ours.receive.default, None, *fields, *ends
         )
 
-    def _spread(self, node: fx.Node) -> None:
+    def _broadcast(self, node: fx.Node) -> None:
         value, source, group = node.args
         val = node.meta["val"]
         if self.place == source:
@@ -166,9 +166,9 @@ class _PlaceProgram:
             if at is None or not self.awaited[is_backward]:
                 continue
             with self.build.at(results[at]):
-                behind = ours.behind.default
+                after_sends = ours.behind.default
                 values[at] = self.build.call(
-                    behind, values[at], self.awaited[is_backward]
+                    after_sends, values[at], self.awaited[is_backward]
                 )
         copy = self.program.output(type(node.args[0])(values))
         copy.meta = dict(node.meta)

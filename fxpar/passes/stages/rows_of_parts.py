@@ -63,7 +63,7 @@ class RowsOfParts:
             node.target = STEP_OF[node.target]
             node.args = node.args[:-1]
 
-    def are_cut(self, decision: Decision, axis: str) -> bool:
+    def is_cut_along(self, decision: Decision, axis: str) -> bool:
         """Return whether all of the rows are cut along ``axis``, as they are stored and
         as they are read; else they would be in two orders."""
         value_of, edges = decision.program.value_of, decision.edges
@@ -178,7 +178,11 @@ class _OneOrder:
         """Add all tensors of a call that have the rows of one dim. Return whether it
         computes rows one by one, or adds them up in any order."""
         rows = _first(rule, word)
-        if rows is None or rows in rule.whole or any(f == rows for _, f in rule.alike):
+        if (
+            rows is None
+            or rows in rule.whole
+            or any(f == rows for _, f in rule.equal_over)
+        ):
             return False
         self.sizes.add(rule.size[rows])
         values = [

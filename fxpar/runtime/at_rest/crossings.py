@@ -95,21 +95,21 @@ def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
 
 @torch.library.impl("fxpar::to_global", "CompositeExplicitAutograd")
 def _(local, shape, spec, hint, mesh, summed, reduce, home):
-    lies, mesh = Spec.parse(spec), Mesh.parse(mesh)
-    if lies.is_whole:
+    layout, mesh = Spec.parse(spec), Mesh.parse(mesh)
+    if layout.is_whole:
         return local.clone()
     # Not by DTensor: on gloo (2.13) its gathers may end before their threads do.
-    axes = mesh.ordered(lies.sharded_axes)
+    axes = mesh.ordered(layout.sharded_axes)
     members = mesh.group(dist.get_rank(), axes)
     # Messages are as large as the largest part.
-    sent = local.new_zeros(lies.local_shape(mesh, shape))
+    sent = local.new_zeros(layout.local_shape(mesh, shape))
     sent[tuple(map(slice, local.shape))] = local
     parts = [torch.empty_like(sent) for _ in members]
     group = _torch.distributed.group_named(group_of(mesh, axes))
     dist.all_gather(parts, sent, group=group)
     whole = local.new_empty(shape)
     for member, part in zip(members, parts, strict=True):
-        own = part_of(whole, lies, mesh, member)
+        own = part_of(whole, layout, mesh, member)
         own.copy_(part[tuple(map(slice, own.shape))])
     return whole
 

@@ -203,13 +203,13 @@ def _of_whole_gradient(
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
         everywhere = [Replicate()] * mesh.ndim
-        lies = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        target = [Replicate() if p.is_partial() else p for p in gradient.placements]
         whole = gradient.redistribute(placements=everywhere).to_local()
         update = iterate(whole, *settings).contiguous()
         update_everywhere = DTensor.from_local(
             update, mesh, everywhere, run_check=False
         )
-        return update_everywhere.redistribute(placements=lies)
+        return update_everywhere.redistribute(placements=target)
     if _torch.fake.fake_mode_of([gradient]) is not None:
         return torch.ops.fxpar.orthogonal(gradient, *settings)
     return iterate(gradient, *settings)

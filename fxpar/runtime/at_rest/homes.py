@@ -21,7 +21,7 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
-RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
+AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
@@ -55,7 +55,7 @@ class Home:
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
     # Whether all shards of each parameter have equal shapes.
-    alike: bool = True
+    is_even: bool = True
     # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
         default_factory=weakref.WeakValueDictionary
@@ -79,7 +79,7 @@ class Home:
             self.param_dtype,
             self.reduce_dtype,
             movable=set(self.movable),
-            alike=self.alike,
+            is_even=self.is_even,
             copies=self.copies,
             round=self.round,
         )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.homes import HOME, RESTS, Home
+from fxpar.runtime.at_rest.homes import AT_REST, HOME, Home
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -29,8 +29,8 @@ def guarded(cls: type) -> Callable[..., None]:
     parameter, as one of a layer it is tied to, is read in its own layout."""
 
     def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-        rests = self.__dict__.get(RESTS, {})
-        if name in rests and param is not None:
+        infos = self.__dict__.get(AT_REST, {})
+        if name in infos and param is not None:
             home = self.__dict__[HOME]
             if not isinstance(param, DTensor) or not _is_part(param, home):
                 raise ShardError(
@@ -40,14 +40,14 @@ def guarded(cls: type) -> Callable[..., None]:
                     fix="replace it before fxpar.shard; or copy values in, with "
                     "load_state_dict",
                 )
-            lies = Spec.from_placements(
+            layout = Spec.from_placements(
                 param.placements, Mesh.from_device_mesh(param.device_mesh), param.dim()
             )
-            self.__dict__[RESTS] = rests | {
-                name: replace(rests[name], shape=tuple(param.shape), spec=str(lies))
+            self.__dict__[AT_REST] = infos | {
+                name: replace(infos[name], shape=tuple(param.shape), spec=str(layout))
             }
             if self._parameters.get(name) is not param:
-                home.movable.discard(rests[name].name)
+                home.movable.discard(infos[name].name)
             setattr(param, HOME, home)
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
 

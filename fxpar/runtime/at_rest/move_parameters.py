@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.global_values import gathered
-from fxpar.runtime.at_rest.homes import HOME, RESTS, Home, ParameterAtRest, live_homes
+from fxpar.runtime.at_rest.homes import AT_REST, HOME, Home, ParameterAtRest, live_homes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -37,10 +37,10 @@ class Holder:
     key: str
 
     @property
-    def rest(self) -> ParameterAtRest:
+    def at_rest(self) -> ParameterAtRest:
         """Return the layout of the parameter in this place."""
-        rest: ParameterAtRest = self.module.__dict__[RESTS][self.key]
-        return rest
+        info: ParameterAtRest = self.module.__dict__[AT_REST][self.key]
+        return info
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def holders() -> dict[int, list[Holder]]:
     for home in live_homes():
         for module in list(home.modules.values()):
             own = _torch.objects.own_parameters(module)
-            for key in module.__dict__[RESTS]:
+            for key in module.__dict__[AT_REST]:
                 if isinstance(p := own.get(key), DTensor):
                     by_id.setdefault(id(p), []).append(Holder(home, module, key))
     return by_id
@@ -82,7 +82,7 @@ def movables(homes: Collection[Home]) -> list[Movable]:
     by_id = holders()
     by_name: dict[tuple[Home, str], Any] = {}
     for where in by_id.values():
-        names = sorted({p.rest.name for p in where} & where[0].home.movable)
+        names = sorted({p.at_rest.name for p in where} & where[0].home.movable)
         if names and len({p.home for p in where}) == 1:
             holder = where[0]
             parameter = _torch.objects.own_parameters(holder.module)[holder.key]
@@ -99,7 +99,7 @@ def movables(homes: Collection[Home]) -> list[Movable]:
             for i, copy in enumerate(ref() for ref in home.copies):
                 if copy is None or (p := by_name.get((copy, name))) is None:
                     continue
-                if _torch.dtensor.are_laid_out_alike(p, parameter):
+                if _torch.dtensor.has_layout_of(p, parameter):
                     which = "" if copy is home else f"copy {i}: "
                     for what, x in _with_state(p, optimizers).items():
                         movable.tensors[f"{which}{what}"] = x
@@ -112,12 +112,12 @@ def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
     if some state is a plain tensor of the local shard, or if two optimizers of one
     class have state for it."""
     tensors = {"value": parameter}
-    if _torch.dtensor.are_laid_out_alike(parameter.grad, parameter):
+    if _torch.dtensor.has_layout_of(parameter.grad, parameter):
         tensors["gradient"] = parameter.grad
     for optimizer in optimizers:
         for key, x in _state_of(parameter, optimizer).items():
             what = f"{type(optimizer).__name__} {key}"
-            if _torch.dtensor.are_laid_out_alike(x, parameter):
+            if _torch.dtensor.has_layout_of(x, parameter):
                 if _memory(x) in map(_memory, tensors.values()):
                     continue  # an optimizer that wraps another, or a twin, has it too
                 if what in tensors:
@@ -155,7 +155,7 @@ def _memory(x: DTensor) -> int:
 def _is_bare(x: Any) -> bool:
     """Return whether ``x`` is a tensor that does not say which part it is."""
     if isinstance(x, DTensor):
-        return not _torch.dtensor.holds_plain(x)
+        return not _torch.dtensor.has_plain_local(x)
     return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
@@ -174,7 +174,7 @@ def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
         tensors, what, owner = owners[_torch.objects.memory_of(local)]
         if x is owner:
             parts.add(id(local))
-        elif _torch.dtensor.are_laid_out_alike(x, owner) and not hasattr(x, HOME):
+        elif _torch.dtensor.has_layout_of(x, owner) and not hasattr(x, HOME):
             twins.setdefault(id(owner), []).append(x)
             parts.add(id(local))
         else:
@@ -198,5 +198,5 @@ def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
         for twin in (x, *twins.get(id(x), ())):
             _torch.dtensor.lay_out(twin, part, placements)
         for holder in by_id.get(id(x), ()):
-            rests = holder.module.__dict__[RESTS]
-            rests[holder.key] = replace(holder.rest, spec=str(spec))
+            infos = holder.module.__dict__[AT_REST]
+            infos[holder.key] = replace(holder.at_rest, spec=str(spec))

@@ -82,10 +82,10 @@ def layouts_of(
         elsewhere = {*decided, *hint.whole}
         arguments[key] = shape, without_stages(mesh), hint.dims, hint.closed, elsewhere
         hints[key] = ",".join(hint.words)
-    alike = stages is not None or not is_worth_chunks(arguments.values())
+    even = stages is not None or not is_worth_chunks(arguments.values())
     layouts = {}
     for key, (shape, *rest) in arguments.items():
-        spec = at_rest(shape, *rest, alike=alike)
+        spec = at_rest(shape, *rest, even=even)
         if stages is not None:
             spec = split_over_stages(spec, shape, mesh, stages)
         layouts[key] = ParameterLayout(spec, hints[key])
@@ -93,20 +93,20 @@ def layouts_of(
 
 
 def layouts_as_used(
-    uses: Mapping[str, tuple[Sequence[int], Spec]], mesh: Mesh, *, alike: bool
+    uses: Mapping[str, tuple[Sequence[int], Spec]], mesh: Mesh, *, even: bool
 ) -> dict[str, Spec]:
     """Choose the layout of parameters from their shapes and the specs in which a
     program uses them: split as they are used along axes that do not split the batch,
     and further by all other axes. A parameter that is used whole along an axis that
     splits others stays whole along it, the smallest first, while a rank holds at most
-    1 / ``FEW`` more. ``alike``: all shards must have equal shapes."""
+    1 / ``FEW`` more. ``even``: all shards must have equal shapes."""
     used = {axis for _, use in uses.values() for axis in use.sharded_axes}
     specs, more, held = {}, {}, 0
     for key, (shape, use) in uses.items():
         use = use.without(batch_axes(mesh))
-        use = use.evened(mesh, shape) if alike else use.in_chunks(mesh, shape)
+        use = use.evened(mesh, shape) if even else use.in_chunks(mesh, shape)
         least, as_used = (
-            at_rest(shape, mesh, use.dims, (), elsewhere, alike=alike)
+            at_rest(shape, mesh, use.dims, (), elsewhere, even=even)
             for elsewhere in ((), used)
         )
         size = math.prod(least.local_shape(mesh, shape))

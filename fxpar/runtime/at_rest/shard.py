@@ -259,7 +259,7 @@ def _uses(
         value = node.meta["val"]
         if not fed or not isinstance(value, torch.Tensor):
             return declared
-        return replace(declared, rest=Spec.whole(value.dim()))
+        return replace(declared, at_rest=Spec.whole(value.dim()))
 
     signature = read_signature(module.graph, declare)
     what = (signature, ranks, table, options)
@@ -272,13 +272,13 @@ def _uses(
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
-    rests = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
+    as_shards = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
     shapes = {
         declared.name: decision.program.values[v].shape
         for declared, v in zip(signature.inputs, decision.program.inputs, strict=True)
         if v is not None
     }
     return ranks, {
-        name: rests(spec, decision.mesh, shapes[name]).joined(decision.mesh)
+        name: as_shards(spec, decision.mesh, shapes[name]).joined(decision.mesh)
         for name, spec in uses_of(decision).items()
     }

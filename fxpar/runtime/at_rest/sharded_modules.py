@@ -26,8 +26,8 @@ from fxpar.errors import ShardError
 from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.at_rest import module_changes
 from fxpar.runtime.at_rest.homes import (
+    AT_REST,
     HOME,
-    RESTS,
     Home,
     ParameterAtRest,
     note_read,
@@ -41,17 +41,17 @@ from fxpar.sharding.spec import Spec
 def adopt(
     module: nn.Module,
     home: Home,
-    rests: dict[str, ParameterAtRest],
+    infos: dict[str, ParameterAtRest],
     *,
     root: bool = False,
 ) -> None:
     """Swap the class of ``module`` for a subclass with a property per parameter.
     ``root``: it is the whole model, whose inputs are cast."""
     module.__dict__[HOME] = home
-    module.__dict__[RESTS] = rests
+    module.__dict__[AT_REST] = infos
     home.modules[id(module)] = module
     cls: Any = type(module)
-    module.__class__ = _subclass(cls, tuple(rests), root)
+    module.__class__ = _subclass(cls, tuple(infos), root)
 
 
 @functools.cache
@@ -103,17 +103,17 @@ def _property(name: str) -> property:
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return parameter  # functional_call, or a plan being traced
-        if (torch.compiler.is_compiling() or _in_forward()) and is_alone():
+        if (torch.compiler.is_compiling() or _is_in_forward()) and is_alone():
             raise ShardError(
                 f"each rank holds a part of parameter {name}, which no rank can "
                 "compute with alone",
                 fix="evaluate on all ranks: leave out fxpar.alone() for models of "
                 "fxpar.shard",
             )
-        home, at_rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        home, at_rest = getattr(self, HOME), getattr(self, AT_REST)[name]
         if torch.compiler.is_compiling():
             return _globally(parameter, home, at_rest)
-        if _in_forward():
+        if _is_in_forward():
             return _eagerly(parameter, home, at_rest, f"{type(self).__name__}.{name}")
         return parameter
 
@@ -184,7 +184,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
         _, spec, _, mesh, summed, reduce, _ = how
         axes = tuple(summed.split("+"))
-        ctx.lies = parameter.device_mesh, _unreduced(parameter, axes)
+        ctx.layout = parameter.device_mesh, _unreduced(parameter, axes)
         ctx.like = parameter.shape, parameter.stride()
         ctx.how = str(unreduced(Spec.parse(spec), axes)), mesh, reduce
         return torch.ops.fxpar.to_global(parameter.to_local(), *how)
@@ -194,7 +194,7 @@ class _Summed(torch.autograd.Function):
         part = torch.ops.fxpar.to_local(gradient, *ctx.how)
         shape, stride = ctx.like
         gradient = DTensor.from_local(
-            part, *ctx.lies, run_check=False, shape=shape, stride=stride
+            part, *ctx.layout, run_check=False, shape=shape, stride=stride
         )
         return gradient, *[None] * 7
 
@@ -214,7 +214,7 @@ def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
     ]
 
 
-def _in_forward() -> bool:
+def _is_in_forward() -> bool:
     """Return whether a module is being called. The stack says so and not a flag, since
     code between graph breaks runs under frames that Dynamo took over."""
     frame: FrameType | None = sys._getframe(2)

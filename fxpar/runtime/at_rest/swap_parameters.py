@@ -53,8 +53,9 @@ def swap_parameters(
     home = Home(str(ranks.mesh), _batch(ranks.mesh), round=consensus.round_number())
     home.movable = {*names.values()} if movable else set()
     forms = {id(p): tuple(p.shape) for p in model.parameters()}
-    home.alike = all(
-        lies.spec.is_even(ranks.mesh, forms[key]) for key, lies in layout.items()
+    home.is_even = all(
+        own_layout.spec.is_even(ranks.mesh, forms[key])
+        for key, own_layout in layout.items()
     )
     parts: dict[int, nn.Parameter] = {}
     originals = list(model.parameters())  # ids stay taken while parameters change
@@ -62,20 +63,20 @@ def swap_parameters(
     for name, module in modules:
         _refuse_hidden(module, name, layout)
     for _, module in modules:
-        rests = {}
+        infos = {}
         for key, p in list(_torch.objects.own_parameters(module).items()):
             if p is None:
                 continue
-            lies = layout[id(p)]
+            own_layout = layout[id(p)]
             if id(p) not in parts:
-                parts[id(p)] = _resting(p, lies.spec, ranks)
+                parts[id(p)] = _resting(p, own_layout.spec, ranks)
                 setattr(parts[id(p)], HOME, home)
             _torch.objects.own_parameters(module)[key] = parts[id(p)]
-            rests[key] = ParameterAtRest(
-                tuple(p.shape), str(lies.spec), lies.hint, names[id(p)]
+            infos[key] = ParameterAtRest(
+                tuple(p.shape), str(own_layout.spec), own_layout.hint, names[id(p)]
             )
-        if rests or module is model:
-            adopt(module, home, rests, root=module is model)
+        if infos or module is model:
+            adopt(module, home, infos, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
         if isinstance(module, nn.RNNBase):
             _torch.dynamo.list_recurrent_weights(module)
@@ -106,7 +107,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if device == "cpu":
         draw_as_one_device()
     shape = torch.Size(p.shape)
-    lies = DTensor.from_local(
+    dtensor = DTensor.from_local(
         part,
         device_mesh_of(ranks.mesh, device),
         spec.to_placements(ranks.mesh),
@@ -114,7 +115,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    parameter = nn.Parameter(lies, requires_grad=p.requires_grad)
+    parameter = nn.Parameter(dtensor, requires_grad=p.requires_grad)
     parameter.__dict__.update(p.__dict__)
     return parameter
 
@@ -124,7 +125,7 @@ def _refuse_hidden(
 ) -> None:
     """Raise ShardError if a module keeps parameters elsewhere too."""
     for key, value in module.__dict__.items():
-        if _torch.dynamo.lists_recurrent_weights(module, key):
+        if _torch.dynamo.is_recurrent_weights(module, key):
             continue
         if key.startswith("_parameters") or key in ("_modules", "_buffers"):
             continue

@@ -38,7 +38,7 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
-from fxpar.sharding.pipeline_schedule import AUTO_APART
+from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Mode,
@@ -79,7 +79,7 @@ def decided(
         mode,
         meshes=choices(ranks.mesh, mode) if ranks.open else (),
         staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
-        pipeline_schedule=AUTO_APART,
+        pipeline_schedule=AUTO_SEPARATE,
         microbatches=options.microbatches,
         free_along_stages="split",
         cached=True,
@@ -153,10 +153,10 @@ def _moved(
             texts = _planned(gm, inputs, examples, options, ranks, ours)
     moves = _agreed(ours, texts)
     for home in homes:
-        laid = {x.name for x in ours.values() if x.home is home}
+        own_names = {x.name for x in ours.values() if x.home is home}
         for copy in (ref() for ref in home.copies):
             if copy is not None:
-                copy.movable -= copy.movable if moves is None else laid
+                copy.movable -= copy.movable if moves is None else own_names
     for key, spec in (moves or {}).items():
         move(ours[key], spec, twins)
     return moves
@@ -186,23 +186,24 @@ def _kind(x: Movable) -> tuple[Any, ...]:
 
 
 def _agreed(
-    ours: Mapping[str, Movable], told: Mapping[str, str]
+    ours: Mapping[str, Movable], own_texts: Mapping[str, str]
 ) -> dict[str, Spec] | None:
     """Return the new specs of parameters to reshard, as rank 0 planned them, without
     those whose tensors a user holds on some rank; None if ranks read different
     parameters.
 
-    ``told``: rank 0's specs as text. Removes from ``ours`` the tensors that go with a
-    parameter on some ranks only. Raises RankMismatchError if ranks read other models.
+    ``own_texts``: rank 0's specs as text. Removes from ``ours`` the tensors that go
+    with a parameter on some ranks only. Raises RankMismatchError if ranks read other
+    models.
     """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
     digest, tag = consensus.digest_of("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
-    message = {"digest": digest, "rests": told, "models": models}
+    message = {"digest": digest, "rests": own_texts, "models": models}
     texts = consensus.gather(tag, json.dumps(message))
     messages = [json.loads(text) for text in texts]
     if not set.intersection(*({*message["models"]} for message in messages)):
-        raise consensus.as_told(
+        raise consensus.as_reported(
             RankMismatchError(
                 "ranks call different models of fxpar.shard",
                 fix="call models in one order on every rank",
@@ -277,7 +278,7 @@ def _as_used(
         use = by_kind.get(_kind(x))
         if use is not None and all(axis in mesh.sizes for axis in use.axes):
             forms[key] = tuple(x.parameter.shape), use
-    return layouts_as_used(forms, mesh, alike=first.alike)
+    return layouts_as_used(forms, mesh, even=first.is_even)
 
 
 def _uses(
@@ -315,7 +316,7 @@ def _uses(
             end, is_free = forward.ends[place], id(examples[place]) in free
             name, kind = end.name, end.kind
             if not is_free:
-                rest, use = end.rest, end.use
+                rest, use = end.at_rest, end.use
         if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
             fed = options.inputs == "global" and rest is None
             rest = Spec.whole(value.dim()) if fed else rest
@@ -325,7 +326,7 @@ def _uses(
     def end(kind: str, name: str, of: int | None) -> Output:
         rest = None
         if kind == "gradient" and of is not None:
-            rest = declared[of].rest
+            rest = declared[of].at_rest
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, declare, end)

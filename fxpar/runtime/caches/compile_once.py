@@ -27,7 +27,7 @@ from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
-from fxpar.runtime.caches.told_files import checked_key, take_kernels
+from fxpar.runtime.caches.received_files import checked_key, take_kernels
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
 from fxpar.runtime.ranks.patience import Patience, timeout
@@ -58,7 +58,7 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
 def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
     """Compile a graph here, or take over what another rank compiled."""
     channel = all_ranks()
-    if _torch.inductor.caches_disabled() or not _is_text(graph):
+    if _torch.inductor.is_cache_disabled() or not _is_text(graph):
         return generate(None)
     text = _digest(graph)
     if channel is None:

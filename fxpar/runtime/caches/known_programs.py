@@ -33,7 +33,7 @@ from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
-from fxpar.runtime.caches.told_files import take_kernels
+from fxpar.runtime.caches.received_files import take_kernels
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
@@ -187,7 +187,7 @@ def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     tensors = (x for x in examples if isinstance(x, torch.Tensor))
     if any(x.device.type != "cpu" for x in tensors):
         return False
-    return not _torch.inductor.caches_disabled() and len(set(channel.folders())) == 1
+    return not _torch.inductor.is_cache_disabled() and len(set(channel.folders())) == 1
 
 
 # Errors that depend on the program alone, at every start; not those of a rank that did
@@ -215,13 +215,13 @@ class Leader:
     # Whether the compiled code serves all ranks.
     shared: bool = False
     # Whether the others know the plan.
-    has_told: bool = False
+    has_sent_plan: bool = False
 
     def tell_plan(self, record: Mapping[str, Any] | None) -> None:
         """Send what was planned; None if nothing was, so that each rank finds out by
         itself what is wrong."""
         consensus.gather(f"the plan of {self.name}", json.dumps(record))
-        self.has_told = record is not None
+        self.has_sent_plan = record is not None
 
     def _tell_compiled(self, refused: str = "") -> None:
         """Send that it is compiled, or why sizes cannot be left open."""
@@ -240,7 +240,7 @@ class Leader:
             except Exception as error:
                 self._tell_failure(error)
                 raise
-        if self.has_told:
+        if self.has_sent_plan:
             self._tell_compiled()
         else:
             self.tell_plan(None)
@@ -251,9 +251,9 @@ class Leader:
         if isinstance(error, DivisorsAsked):
             self.tell_plan(describe_asked(self.program, error))
         elif not self.is_open:
-            if not self.has_told:
+            if not self.has_sent_plan:
                 self.tell_plan(None)
-        elif self.has_told:
+        elif self.has_sent_plan:
             self._tell_compiled(refusal_of(error))
         else:
             record = {"number": self.program.number, "refused": refusal_of(error)}

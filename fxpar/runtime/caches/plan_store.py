@@ -35,7 +35,7 @@ FORMAT = "fxpar plan on disk 2"
 
 def allowed() -> bool:
     """Return whether torch's caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
-    return not _torch.inductor.caches_disabled()
+    return not _torch.inductor.is_cache_disabled()
 
 
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
@@ -55,7 +55,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(replace(mode, seconds=0.0)),
         repr([request.mesh, *request.meshes, *request.staged]),
         repr((request.pipeline, request.pipeline_schedule, request.free_along_stages)),
-        repr(request.laid),
+        repr(request.as_planned),
         repr(list(request.hints.items())),
         repr(
             (not request.options.reshard_after_forward, sorted(request.options.disable))
@@ -106,8 +106,8 @@ def _rules(program: Program) -> Iterator[str]:
     for op in program.ops:
         if id(op.rule) not in texts:
             rule = op.rule
-            plain = replace(rule, whole=frozenset(), alike=frozenset())
-            texts[id(rule)] = f"{plain} {sorted(rule.whole)} {sorted(rule.alike)}"
+            plain = replace(rule, whole=frozenset(), equal_over=frozenset())
+            texts[id(rule)] = f"{plain} {sorted(rule.whole)} {sorted(rule.equal_over)}"
         yield texts[id(op.rule)]
 
 

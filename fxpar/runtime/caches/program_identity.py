@@ -294,7 +294,7 @@ def fixed_content(
     """Return all that compiling a graph depends on for these sizes, open ones as they
     were traced, the same text in every process; None for a graph that holds more than
     other graphs, or calls code that its text does not say."""
-    if not _says_all(gm):
+    if not _is_complete(gm):
         return None
     lines = [_text(gm, inputs, examples)]
     for x in examples:
@@ -310,7 +310,7 @@ def fixed_content(
     return None if " at 0x" in text else text
 
 
-def _says_all(gm: fx.GraphModule) -> bool:
+def _is_complete(gm: fx.GraphModule) -> bool:
     """Return whether the text of a graph and its bodies says all that they compute."""
     bodies = [
         attribute_at(gm, str(node.target))
@@ -320,7 +320,7 @@ def _says_all(gm: fx.GraphModule) -> bool:
         not gm.graph.find_nodes(op="call_module")
         and _torch.aot.CHOOSES_SAVED not in gm.meta
         and _torch.node_texts.says_all(gm.graph)
-        and all(isinstance(x, fx.GraphModule) and _says_all(x) for x in bodies)
+        and all(isinstance(x, fx.GraphModule) and _is_complete(x) for x in bodies)
     )
 
 

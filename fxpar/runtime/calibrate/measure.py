@@ -53,9 +53,9 @@ def calibrate(
     eager, launch = probe_device.launches(probe)
     tiny = (launch if cuda else eager) or 0.0
     *near, far = probe_device.streams(probe, tiny) or [(0.0, base.bandwidth)]
-    levels, share_beside = (
+    levels, overlap_loss = (
         probe_network.levels(probe, base),
-        probe_network.beside(probe),
+        probe_network.overlap_loss(probe),
     )
     light = dict(base.light) | dict(probe_device.light(probe))
     peaks = dict(base.peaks) | dict(probe_device.peaks(probe, far[1]))
@@ -72,7 +72,7 @@ def calibrate(
         f"measured with {size} ranks on mesh {ranks.mesh}, "
         f"{torch.get_num_threads()} threads each, torch {torch.__version__}",
         tuple(near),
-        base.beside if share_beside is None else share_beside,
+        base.beside if overlap_loss is None else overlap_loss,
         tuple(light.items()),
         base.masked if share_masked is None else share_masked,
         local_ranks(size),

@@ -47,7 +47,7 @@ def levels(
         axis_sets.append(axes)
     points_of: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
     for axis_set in axis_sets:
-        crosses = _crosses(mesh, axis_set, local)
+        crosses = _is_across_nodes(mesh, axis_set, local)
         for kind in kinds:
             points = list(_collective(probe, kind, axis_set))
             points_of[crosses].setdefault(kind, []).extend(points)
@@ -65,10 +65,10 @@ def levels(
 
 
 # Bytes of the all-reduce that overlaps with kernels.
-_BESIDE = 1 << 22
+_OVERLAPPING_BYTES = 1 << 22
 
 
-def beside(probe: Probe) -> float | None:
+def overlap_loss(probe: Probe) -> float | None:
     """Return the share of the shorter of both that is lost where kernels and a
     collective overlap: 0 if each goes on as if it were alone, 1 if they take turns;
     None if it is not measured."""
@@ -80,7 +80,7 @@ def beside(probe: Probe) -> float | None:
     if local_ranks(mesh.size) < mesh.size:
         axes = axes[:1]
     group = ranks.group(axes)
-    x = torch.zeros(_BESIDE // 4, device=probe.device)
+    x = torch.zeros(_OVERLAPPING_BYTES // 4, device=probe.device)
     y = torch.rand(256, 256, device=probe.device)
 
     def work(times: int) -> None:
@@ -123,7 +123,7 @@ def _level(points_of: dict[str, list[Point]]) -> Level:
     )
 
 
-def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
+def _is_across_nodes(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
     """Return whether groups have one rank in each node, rather than all in one. Raises
     MeshError if they have several in several nodes."""
     nodes = [len({rank // local for rank in group}) for group in mesh.groups(axes)]

@@ -33,7 +33,7 @@ class Sizes:
     # Values of the inputs at ``Fed.numbers``.
     numbers: tuple[Any, ...]
 
-    def apart(self, other: Sizes) -> float:
+    def distance(self, other: Sizes) -> float:
         """Return the largest ratio, at least 1, between a size and the same size of
         ``other``. Infinite if numbers of dims differ."""
         pairs = zip(
@@ -72,7 +72,7 @@ class Fed:
         for i, (name, value) in enumerate(zip(inputs, values, strict=True)):
             if isinstance(value, _NUMBERS):
                 self.numbers.append(i)
-            elif isinstance(value, torch.Tensor) and _varies(name, value):
+            elif isinstance(value, torch.Tensor) and _can_vary(name, value):
                 self.tensors.append(i)
         self.sources = _sources(values)
 
@@ -118,11 +118,11 @@ class Fed:
 def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
     """Return an error that is marked as raised by every rank."""
     error = InputMismatchError(fact, where=where, fix=fix)
-    error.told = True
+    error.is_reported = True
     return error
 
 
-def _varies(entry: NamedInput, value: torch.Tensor) -> bool:
+def _can_vary(entry: NamedInput, value: torch.Tensor) -> bool:
     """Return whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
     return entry.kind == "input" or open_sizes

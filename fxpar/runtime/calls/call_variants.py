@@ -221,7 +221,7 @@ class Calls:
         except RankMismatchError as error:
             if BEGINS in error.what:
                 clearer = RankMismatchError(error.what, fix=_OWN_MEMORY)
-                raise consensus.as_told(clearer) from None
+                raise consensus.as_reported(clearer) from None
             raise
 
     def _new(self, sizes: Sizes, args: Sequence[Any]) -> int:

@@ -43,7 +43,7 @@ def for_any_strides(
         copies = {
             i: _copied(args[i], stride)
             for i, stride in strides.items()
-            if args[i].stride() != stride and not _lies_so(args[i], stride)
+            if args[i].stride() != stride and not _has_strides(args[i], stride)
         }
         if not copies:
             return run(*args)
@@ -56,7 +56,7 @@ def for_any_strides(
     return call
 
 
-def _lies_so(x: torch.Tensor, stride: Strides) -> bool:
+def _has_strides(x: torch.Tensor, stride: Strides) -> bool:
     """Return whether ``x`` has these strides; dims of one element do not count."""
     if not x.numel():
         return True
@@ -89,7 +89,7 @@ class CompileJob:
     # One for each input of the graph, in order.
     named_inputs: Sequence[NamedInput]
     # Specs that results must have, by position.
-    rests: Mapping[int, Spec] = field(default_factory=dict)
+    rest_specs: Mapping[int, Spec] = field(default_factory=dict)
     # Inputs are written, and keep their layout.
     writes: bool = False
     # The graph takes its open sizes as symbols.
@@ -141,12 +141,12 @@ class Variants:
         if far and len(hold) < 2:
             return next(iter(hold), 0)
         distances = [
-            (sizes.apart(near), number)
-            for near, number in self.planned_for.items()
+            (sizes.distance(planned), number)
+            for planned, number in self.planned_for.items()
             if number in hold
         ]
-        apart, number = min(distances, default=(math.inf, 0))
-        return number if far or apart < TWICE else 0
+        distance, number = min(distances, default=(math.inf, 0))
+        return number if far or distance < TWICE else 0
 
 
 def is_strided(x: Any) -> bool:

@@ -81,7 +81,7 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         user_line(node)
         for node in gm.graph.nodes
         if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
-        and _torch.fake.depends_on_data(node.meta["example_value"])
+        and _torch.fake.is_data_dependent(node.meta["example_value"])
     )
     failed = _torch.aot.failed_node(error)
     named = (user_line(node) for node in gm.graph.nodes if node.name == failed)
@@ -151,7 +151,7 @@ class Compiled:
     # The sizes it holds for; None: it leaves none open.
     sizes: SizeRange | None = None
     # The user's line of its last result.
-    made_at: str | None = None
+    source_line: str | None = None
     # Positions of the arguments that it writes to.
     written: Collection[int] = ()
     # Compiles the graph for the room of all ranks (``rows_to_experts``).
@@ -167,7 +167,7 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if not self.sent_rows or self.with_room is None:
             return self._run(args)
-        where = f" at {self.made_at}" if self.made_at else ""
+        where = f" at {self.source_line}" if self.source_line else ""
         room = agreed_room(self.sent_rows, f"a call of the graph that ends{where}")
         if room is None or not (room or any(self.sent_rows)):
             return self._run(args)
@@ -192,7 +192,7 @@ class Compiled:
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:
         if self.options.outputs == "global" and self.ranks.mesh.size > 1:
-            drift.note_gradients(self.made_at, gradients)
+            drift.note_gradients(self.source_line, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Check the arguments, and run the graph for the first time."""

@@ -168,11 +168,11 @@ def open_program(
     every = open_sizes(gm, inputs)
     size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
     # Sizes that are equal now are taken to be equal in the whole range.
-    alike: dict[Any, list[OpenSize]] = {}
+    equal_sizes: dict[Any, list[OpenSize]] = {}
     for size in sizes:
-        alike.setdefault((size_values[size.name], size.dim), []).append(size)
-    sizes, symbols = [same[0] for same in alike.values()], []
-    for size, *equal in alike.values():
+        equal_sizes.setdefault((size_values[size.name], size.dim), []).append(size)
+    sizes, symbols = [same[0] for same in equal_sizes.values()], []
+    for size, *equal in equal_sizes.values():
         unit = units.get(size.name, 1)
         hint = size_values[size.name] // unit
         symbols.append(_torch.symbols.new_symbol(mode, size.name, hint))

@@ -227,7 +227,7 @@ def _begin_local(watched: _CompiledCallable) -> None:
         watched.ranks = _join(watched)
         group = _torch.distributed.default_group()
         watched.group = group and weakref.ref(group)
-    if watched.ranks is None or not mean_gradients.takes_part():
+    if watched.ranks is None or not mean_gradients.is_participating():
         return
     _leave_to_ddp(watched)
     if is_first:
@@ -285,7 +285,7 @@ _STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were checked
 
 def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Warn, once per optimizer, of gradients in its step that nobody averages."""
-    if optimizer in _STEPPED or not mean_gradients.takes_part():
+    if optimizer in _STEPPED or not mean_gradients.is_participating():
         return
     trained = _torch.objects.parameters_of(optimizer)
     if all(p.grad is None for p in trained):
@@ -399,7 +399,7 @@ def _take_buffers(name: str, buffers: Sequence[torch.Tensor]) -> None:
     with torch.no_grad(), worlds.inside(None):
         words = meeting.meet(f"a call of {name}, which has buffers", str(sizes))
         if (other := consensus.first_other(words)) is not None:
-            raise consensus.as_told(
+            raise consensus.as_reported(
                 RankMismatchError(
                     f"{name} has other buffers on rank {other} than on rank 0",
                     fix="build the same model on every rank",
@@ -467,7 +467,7 @@ def graph_runs(
 
 def _note_modules(watched: _CompiledCallable) -> None:
     """Watch the parameters of the modules that are known so far."""
-    if watched.ranks is None or not mean_gradients.takes_part():
+    if watched.ranks is None or not mean_gradients.is_participating():
         return
     modules = watched.modules().items()
     parameters = {k: p for prefix, m in modules for k, p in m.named_parameters(prefix)}
@@ -479,7 +479,7 @@ def _note_modules(watched: _CompiledCallable) -> None:
 def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
     """Watch parameters among the arguments of a graph, and those that they were
     computed from in eager code."""
-    if not mean_gradients.takes_part():
+    if not mean_gradients.is_participating():
         return
     assert watched.ranks is not None
     over = functools.partial(_mean_over, watched.ranks)
@@ -522,7 +522,7 @@ def _leave() -> None:
 def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
     """Warn of code outside of the graphs, after looking for the reasons once."""
     group = _torch.distributed.default_group()
-    if not mean_gradients.takes_part():
+    if not mean_gradients.is_participating():
         return
     if watched.explained is None or watched.explained() is not group:
         watched.explained = weakref.ref(group)

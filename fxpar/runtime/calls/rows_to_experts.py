@@ -32,7 +32,7 @@ def agreed_room(sent: Sequence[int], what: str) -> int | None:
             fix="use the same experts on every rank, in the same order, or set "
             "expert_exchange (FXPAR_EXPERT_EXCHANGE) to gather",
         )
-        raise consensus.as_told(error)
+        raise consensus.as_reported(error)
     counts = [int(n) for each in rows for n in each]
     # Powers of two: few rooms to compile for, whatever the numbers of rows are.
     return 1 << (max(counts) - 1).bit_length() if all(counts) else 0

@@ -155,7 +155,7 @@ def with_views(
                 view.layout_of.given(size_values),
             )
             if results[view.of].stride() != whole.stride:
-                results[view.of] = _laid_out(results[view.of], whole)
+                results[view.of] = _with_layout(results[view.of], whole)
             base = results[view.of].detach()
             begin = base.storage_offset() + layout.offset - whole.offset
             results[view.position] = base.as_strided(layout.size, layout.stride, begin)
@@ -164,7 +164,7 @@ def with_views(
     return viewing
 
 
-def _laid_out(x: torch.Tensor, layout: StridedLayout) -> torch.Tensor:
+def _with_layout(x: torch.Tensor, layout: StridedLayout) -> torch.Tensor:
     """Return a copy with dims in the order of these strides; gradients flow."""
     dims = sorted(range(x.dim()), key=lambda d: -layout.stride[d])
     inverse = [dims.index(d) for d in range(x.dim())]

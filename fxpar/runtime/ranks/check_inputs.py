@@ -225,7 +225,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
         )
     error = InputMismatchError(fact, fix=fix)
-    error.told = True
+    error.is_reported = True
     return error
 
 

@@ -47,7 +47,7 @@ def check_options(text: str, what: str) -> None:
     doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
     if len(set(doing.values())) > 1:
         lines += [f"rank {rank} runs {text}" for rank, text in doing.items()]
-    raise consensus.as_told(
+    raise consensus.as_reported(
         RankMismatchError(
             "options differ between ranks:\n  " + "\n  ".join(lines),
             fix="set the same options and FXPAR_ variables on every rank",

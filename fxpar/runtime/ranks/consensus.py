@@ -58,7 +58,7 @@ def agree(
     first, other = worlds.global_rank(0), worlds.global_rank(differ[0])
     diff = _difference(texts[0], texts[differ[0]], f"rank {first}", f"rank {other}")
     fact = f"ranks disagree about {what}: {named(differ)} from rank {first}"
-    raise as_told(error(f"{fact}\n{diff}", fix=fix or SAME))
+    raise as_reported(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
 def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
@@ -99,20 +99,20 @@ def abort(error: BaseException) -> None:
     They raise RankMismatchError with the message. Does nothing if every rank knows of
     the failure.
     """
-    if not was_told(error):
+    if not is_known_to_all(error):
         meeting.fail(f"{type(error).__name__}: {error}")
 
 
-def as_told(error: FxparError) -> FxparError:
+def as_reported(error: FxparError) -> FxparError:
     """Return the error, marked as one that every rank raises."""
-    error.told = True
+    error.is_reported = True
     return error
 
 
-def was_told(error: BaseException | None) -> bool:
+def is_known_to_all(error: BaseException | None) -> bool:
     """Return whether every rank knows of an error, or of its cause."""
     while error is not None:
-        if getattr(error, "told", False):
+        if getattr(error, "is_reported", False):
             return True
         error = error.__cause__ or error.__context__
     return False

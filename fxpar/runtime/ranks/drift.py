@@ -53,7 +53,7 @@ _ELEMENTS, _RUNS = 1024, 16
 # Mean number of meetings after which elements are read again, which costs some tens of
 # microseconds (or several launches): not whole, so that among graphs that are called in
 # turn each is compared. On the CPU they are read at each of the first meetings.
-_APART, _FIRST = (11 + 5**0.5) / 2, 32
+_SPACING, _FIRST = (11 + 5**0.5) / 2, 32
 # Most gradients that are kept between two calls.
 _MOST = 64
 
@@ -249,42 +249,42 @@ class Drift:
         writes = _written_since(self._now, self._equal)
         gathered = consensus.gather_numbers("parameters and buffers", [*sums, *writes])
         n = len(values)
-        unlike: dict[int, int] = {}  # the first rank that differs, by tensor
+        differing: dict[int, int] = {}  # the first rank that differs, by tensor
         for i, held in enumerate(self.held):
             for rank, model in enumerate(held.models):
                 if gathered[rank][i] != gathered[model][i]:
-                    unlike.setdefault(i, rank)
+                    differing.setdefault(i, rank)
         alone = [
             i
-            for i, rank in unlike.items()
+            for i, rank in differing.items()
             if gathered[rank][n + i] != gathered[self.held[i].models[rank]][n + i]
         ]
-        wrong = alone or (list(unlike) if self._far_apart(unlike, values) else [])
+        wrong = alone or (list(differing) if self._is_drift(differing, values) else [])
         if wrong:
-            rank = unlike[wrong[0]]
-            raise _unlike([self.held[i] for i in wrong], rank, alone=bool(alone))
+            rank = differing[wrong[0]]
+            raise _drift_error([self.held[i] for i in wrong], rank, alone=bool(alone))
 
-    def _far_apart(
-        self, unlike: Mapping[int, int], values: Sequence[torch.Tensor]
+    def _is_drift(
+        self, differing: Mapping[int, int], values: Sequence[torch.Tensor]
     ) -> bool:
         """Return whether tensors that differ do so by more than rounding, by the norm
         of all differences together."""
-        floats = [i for i in unlike if values[i].is_floating_point()]
-        if len(floats) < len(unlike) or not floats:
-            return bool(unlike)
+        floats = [i for i in differing if values[i].is_floating_point()]
+        if len(floats) < len(differing) or not floats:
+            return bool(differing)
         numbers = [part for i in floats for part in sketch(values[i]).tolist()]
         gathered = consensus.gather_numbers(
             "differences of parameters and buffers", numbers
         )
-        apart = size = 0.0
+        difference = size = 0.0
         for n, i in enumerate(floats):
             (norm, wave), (other_norm, other_wave) = (
                 gathered[r][2 * n : 2 * n + 2]
-                for r in (unlike[i], self.held[i].models[unlike[i]])
+                for r in (differing[i], self.held[i].models[differing[i]])
             )
-            apart += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
+            difference += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
             size += max(norm, other_norm) ** 2
-        return not math.sqrt(apart) <= ALLOWED * math.sqrt(size)
+        return not math.sqrt(difference) <= ALLOWED * math.sqrt(size)
 
     def _parts_word(self, args: Sequence[Any]) -> str:
         """Return how often sharded tensors were written to, the optimizer steps since
@@ -303,14 +303,14 @@ class Drift:
             return
         _, every, models = zip(*(word.split(" ") for word in words), strict=True)
         if (rank := consensus.first_other(models)) is not None:
-            raise _told(
+            raise _reported(
                 f"rank {worlds.global_rank(rank)} calls another model of "
                 f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
                 "same structure",
                 _MODEL_FIX,
             )
         if (rank := consensus.first_other(every)) is not None:
-            raise _told(
+            raise _reported(
                 "optimizers of sharded parameters took different steps on "
                 f"different ranks (learning rates by group): {every[0] or 'none'} "
                 f"on rank 0, {every[rank] or 'none'} on rank {rank}",
@@ -318,11 +318,11 @@ class Drift:
             )
         own = _torch.objects.versions_of([args[i] for i in self.parts])
         columns = list(zip(*consensus.gather_numbers("writes", own), strict=True))
-        unlike = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
-        name, counts = list(self.parts.values())[unlike[0]], columns[unlike[0]]
+        differing = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
+        name, counts = list(self.parts.values())[differing[0]], columns[differing[0]]
         rank = consensus.first_other(counts) or 0
-        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
-        raise _told(
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise _reported(
             f"parameter {name}{more}, of which each rank holds a part, was "
             f"written to {counts[0]} times on rank {worlds.global_rank(0)} and "
             f"{counts[rank]} times on rank {worlds.global_rank(rank)}",
@@ -361,7 +361,7 @@ def _values(x: torch.Tensor) -> torch.Tensor:
         return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
-def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
+def _drift_error(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
     """Return the error that every rank raises. ``alone``: whether ranks count different
     writes to the tensors."""
     kinds = sorted({held.kind for held in wrong}, reverse=True)
@@ -371,7 +371,7 @@ def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
     if not alone:
         why = "one of them alone changed a gradient or an optimizer, or wrote "
         why += "through .data"
-    return _told(
+    return _reported(
         f"{what} {names} {'is' if len(wrong) == 1 else 'are'} no longer equal "
         f"on all ranks: rank {worlds.global_rank(rank)} does not hold what rank "
         f"{worlds.global_rank(wrong[0].models[rank])} holds; {why} since an "
@@ -380,8 +380,8 @@ def _unlike(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
     )
 
 
-def _told(fact: str, fix: str) -> FxparError:
-    return consensus.as_told(InputMismatchError(fact, fix=fix))
+def _reported(fact: str, fix: str) -> FxparError:
+    return consensus.as_reported(InputMismatchError(fact, fix=fix))
 
 
 def sample_turn(number: int, *, on_cpu: bool) -> int | None:
@@ -389,8 +389,8 @@ def sample_turn(number: int, *, on_cpu: bool) -> int | None:
     that one compares none."""
     if on_cpu and number < _FIRST:
         return number
-    turn = int(number / _APART)
-    return turn + _FIRST if turn > int((number - 1) / _APART) else None
+    turn = int(number / _SPACING)
+    return turn + _FIRST if turn > int((number - 1) / _SPACING) else None
 
 
 def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
@@ -403,10 +403,10 @@ def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
     count = x.numel()
     if count <= _ELEMENTS:
         return x
-    run, apart = _ELEMENTS // _RUNS, count // _RUNS
-    last = count - (_RUNS - 1) * apart - run
+    run, distance = _ELEMENTS // _RUNS, count // _RUNS
+    last = count - (_RUNS - 1) * distance - run
     begin = min(turn % (-(-last // run) + 1) * run, last)
-    return x.as_strided((_RUNS, run), (apart, 1), x.storage_offset() + begin)
+    return x.as_strided((_RUNS, run), (distance, 1), x.storage_offset() + begin)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
@@ -466,8 +466,8 @@ def _is_far(text: str, other: str) -> bool:
     (norm, wave), (other_norm, other_wave) = (
         map(float, each.split(",")) for each in (text, other)
     )
-    apart = max(abs(norm - other_norm), 2**0.5 * abs(wave - other_wave))
-    return not apart <= ALLOWED * max(norm, other_norm)
+    difference = max(abs(norm - other_norm), 2**0.5 * abs(wave - other_wave))
+    return not difference <= ALLOWED * max(norm, other_norm)
 
 
 # The last steps of optimizers since a graph read the tensors that they update, by the
@@ -520,11 +520,11 @@ class _Gradient:
     """Is a gradient that reached a backward."""
 
     # The user's line of a result of the graph.
-    made_at: str | None
+    source_line: str | None
     # The ``sketch`` of some of its elements.
     read: Callable[[], list[Any]]
     # Number of the meeting that compares it, late enough not to wait for a device.
-    told_at: int
+    reported_at: int
 
 
 # Those to compare, in the order in which they came, and those in this call's word.
@@ -539,9 +539,9 @@ def forget() -> None:
     _IN_WORD.clear()
 
 
-def note_gradients(made_at: str | None, gradients: Sequence[Any]) -> None:
+def note_gradients(source_line: str | None, gradients: Sequence[Any]) -> None:
     """Let a later call compare the gradients that reach the backward of a graph now.
-    ``made_at``: the user's line of a result of the graph."""
+    ``source_line``: the user's line of a result of the graph."""
     if is_alone():
         return
     now = meetings()
@@ -553,7 +553,7 @@ def note_gradients(made_at: str | None, gradients: Sequence[Any]) -> None:
         if turn is None or len(_GRADIENTS) == _MOST:
             continue
         read = _on_its_way(sketch(sample(x, turn)))
-        _GRADIENTS.append(_Gradient(made_at, read, now if on_cpu else now + 2))
+        _GRADIENTS.append(_Gradient(source_line, read, now if on_cpu else now + 2))
 
 
 def _gradients_word() -> str:
@@ -561,8 +561,8 @@ def _gradients_word() -> str:
     if not _GRADIENTS:
         return ""
     now = meetings() + 1
-    _IN_WORD[:] = [x for x in _GRADIENTS if x.told_at <= now]
-    _GRADIENTS[:] = [x for x in _GRADIENTS if x.told_at > now]
+    _IN_WORD[:] = [x for x in _GRADIENTS if x.reported_at <= now]
+    _GRADIENTS[:] = [x for x in _GRADIENTS if x.reported_at > now]
     return " ".join(_text_of(x.read()) for x in _IN_WORD)
 
 
@@ -580,9 +580,9 @@ def _compare_gradients(words: Sequence[str]) -> GradientError | None:
                     "gradients of results of a compiled graph differed between ranks: "
                     "code that is not compiled computes another loss of them on rank "
                     f"{worlds.global_rank(rank)} than on rank {worlds.global_rank(0)}",
-                    where=gradient.made_at,
+                    where=gradient.source_line,
                     fix=_LOSS_FIX,
                 )
-                error.told = True
+                error.is_reported = True
                 return error
     return None

@@ -174,7 +174,9 @@ class Bucket:
             self.memories.clear()
 
 
-def parted(parameters: Sequence[Watched], *, first: bool) -> Iterator[Bucket]:
+def split_into_buckets(
+    parameters: Sequence[Watched], *, first: bool
+) -> Iterator[Bucket]:
     """Yield buckets of parameters, in the order in which they fill if gradients come in
     the order of ``parameters``. ``first``: whether this makes the first buckets."""
     limit = FIRST_BUCKET if first else BUCKET

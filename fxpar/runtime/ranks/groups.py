@@ -359,12 +359,12 @@ def bandwidth_of(mesh: Mesh, group: str) -> float:
     """Return the bytes/s of the slowest link in a group that was made here."""
     axes = axes_of_group(group) or mesh.names
     links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
-    near = [
+    rates = [
         link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth
         for link, size in links
         if size > 1
     ]
-    return min(near, default=math.inf)
+    return min(rates, default=math.inf)
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> Any:

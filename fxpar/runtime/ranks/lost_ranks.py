@@ -89,10 +89,10 @@ def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport
     if report is not None:
         return report
     world = worlds.current()
-    near = set() if world is None else states.keys() & set(world.ranks)
+    neighbors = set() if world is None else states.keys() & set(world.ranks)
     absent = {r for r, other in states.items() if other.state not in _IN_STEP}
     late = {r for r, other in states.items() if other.state == "works"}
-    named = (ranks & near or ranks for ranks in (absent, late) if ranks)
+    named = (ranks & neighbors or ranks for ranks in (absent, late) if ranks)
     lines = [f"\n  rank {r} {states[r].text}" for r in sorted(next(named, ()))]
     if not lines:
         return None

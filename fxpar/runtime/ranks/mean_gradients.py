@@ -43,7 +43,7 @@ from fxpar.runtime.ranks.gradient_buckets import (
     LaunchedSum,
     MeanOver,
     Watched,
-    parted,
+    split_into_buckets,
 )
 from fxpar.runtime.ranks.presence import is_alone
 
@@ -54,7 +54,7 @@ _FIX = (
 _SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
 
 
-def takes_part() -> bool:
+def is_participating() -> bool:
     """Return whether gradients are reduced over ranks now: several ranks run, and this
     one is not in ``fxpar.alone``. Nothing else decides that."""
     group = _torch.distributed.default_group()
@@ -161,7 +161,7 @@ def _current() -> _Reducer | None:
     """Return the reducer of this process, None if it watches nothing or takes no
     part."""
     reducer = _existing()
-    return reducer if reducer is not None and takes_part() else None
+    return reducer if reducer is not None and is_participating() else None
 
 
 def _arrived(parameter: torch.Tensor) -> None:
@@ -278,15 +278,15 @@ class _Backward:
         """End a pass; the end of the outermost one is the end of the backward."""
         if self.has_ended:
             return
-        outer = _torch.aot.surrounding_backward()
-        if outer is not None:
+        surrounding = _torch.aot.surrounding_backward()
+        if surrounding is not None:
 
             def queue_again(*_: Any) -> None:
                 handle.remove()
                 if not self.has_ended:
                     self.queue()
 
-            handle = outer.register_hook(queue_again)
+            handle = surrounding.register_hook(queue_again)
             return
         try:
             with torch.no_grad(), worlds.inside(None):
@@ -484,7 +484,7 @@ class _Backward:
             rest &= rest - 1
         homeless = [self.reducer.placed[place] for place in places]
         has_none = not self.reducer.buckets
-        self.reducer.buckets += parted(homeless, first=has_none)
+        self.reducer.buckets += split_into_buckets(homeless, first=has_none)
 
 
 END = "the end of a backward"
@@ -724,9 +724,9 @@ def _handing(
         positions_handed = _NOW.handing.positions_handed
     except Exception as error:
         backward = reducer.backward()
-        is_told = backward is not None and not backward.has_ended
+        is_reported = backward is not None and not backward.has_ended
         leaves = map(_torch.aot.accumulating, nodes.values())
-        if not is_told and any(leaf is not None for leaf in leaves):
+        if not is_reported and any(leaf is not None for leaf in leaves):
             _fail(f"{type(error).__name__}: {error}")
         raise
     finally:
@@ -739,7 +739,7 @@ def _handing(
 def meet(what: str) -> None:
     """Return once all ranks have come to the same place in eager code, before they
     communicate there. Raises RankMismatchError if they are at different places."""
-    if takes_part():
+    if is_participating():
         with worlds.inside(None):
             meeting.meet(
                 f"{what} of a sharded model in code that no graph contains", ""
@@ -749,7 +749,7 @@ def meet(what: str) -> None:
 def mean_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the mean over all ranks of their gradients of a sharded parameter."""
     group = _torch.distributed.default_group()
-    if not takes_part():
+    if not is_participating():
         return gradient
     refuse_sparse(gradient)
     meet(f"the gradient of a parameter {list(gradient.shape)}")

@@ -255,21 +255,21 @@ def _verdict_key(channel: Channel) -> str:
 def _mismatch(fact: str, fix: str, where: str | None) -> RankMismatchError:
     """Return an error that every rank raises."""
     error = RankMismatchError(fact, fix=fix, where=where)
-    error.told = True
+    error.is_reported = True
     return error
 
 
 def _words(
     channel: Channel, keys: Sequence[str], word: str, what: str, seconds: float | None
 ) -> list[str]:
-    beside = channel.presence
-    words = _near(channel, keys[channel.rank], word)
+    heartbeat = channel.presence
+    words = _on_one_machine(channel, keys[channel.rank], word)
     if words is None:
-        beside.watch = _Watch(channel, keys, what, seconds or patience_limit()).look
+        heartbeat.watch = _Watch(channel, keys, what, seconds or patience_limit()).look
         with presence.waits(f"waits for others at {what}", *channel.progress()):
             words = _read(channel, keys)
-        beside.watch = None
-    beside.read += channel.wrote  # every rank came to the meeting after it
+        heartbeat.watch = None
+    heartbeat.read += channel.wrote  # every rank came to the meeting after it
     channel.wrote = [keys[channel.rank]]
     if channel.rank == 0 and channel.size > DIRECT:
         channel.wrote.append(_verdict_key(channel))
@@ -280,7 +280,7 @@ def _words(
     return words
 
 
-def _near(channel: Channel, key: str, word: str) -> list[str] | None:
+def _on_one_machine(channel: Channel, key: str, word: str) -> list[str] | None:
     """Write this rank's word, and return the words of all ranks, if they are on this
     machine and come in a moment; else None."""
     questions = channel.presence.questions

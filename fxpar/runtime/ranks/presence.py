@@ -182,7 +182,7 @@ class Presence:
             facts = ["the store of the process group does not answer", *facts]
         what = "\n  ".join(facts)
         mismatch = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
-        mismatch.told = True  # every rank raises it
+        mismatch.is_reported = True  # every rank raises it
         return mismatch
 
     def counts(self) -> dict[str, int]:
@@ -315,7 +315,7 @@ class Presence:
         computed, main, torch_took, at = self._cpu
         took = max(time.monotonic() - at, 1e-3)
         place = f"in a graph at {line}" if in_graph else f"in {line}"
-        if torch_took is not None and hangs_in_collective():
+        if torch_took is not None and is_in_collective():
             moved = own_process.main_seconds() != main
             share = (own_process.torch_seconds() - torch_took) / took
             if not moved and share < BUSY / 2:
@@ -379,7 +379,7 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
     return last, distributed, in_graph
 
 
-def hangs_in_collective() -> bool:
+def is_in_collective() -> bool:
     """Return whether the main thread is inside a collective or a message of torch."""
     ident = threading.main_thread().ident or 0
     frame = sys._current_frames().get(ident)

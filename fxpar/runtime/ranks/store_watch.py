@@ -59,7 +59,7 @@ def _end_where_it_hangs(me: Presence) -> None:
         now, spent = time.monotonic(), own_process.main_seconds()
         hangs, looked = hangs + min(now - looked, 2 * BEAT), now
         ended = not threading.main_thread().is_alive()
-        waits = ended or presence.waiting() or presence.hangs_in_collective()
+        waits = ended or presence.waiting() or presence.is_in_collective()
         if not waits or spent != before:
             hangs = 0.0
         before = spent

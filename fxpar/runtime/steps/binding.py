@@ -157,7 +157,7 @@ def bind(
             places = (n.target in rank_ints.PLACES for n in all_nodes(body.graph))
             copy.meta[OF_RANK] = any(places)
         bound[node] = copy
-        if _draws(node):
+        if _is_draw(node):
             with build.at(node):
                 bound[node] = _of_first_rank(build, copy, mesh, group_of, manual)
                 place = mesh.index(rank, manual)
@@ -330,17 +330,17 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
     return target, args
 
 
-def _draws(node: fx.Node) -> bool:
+def _is_draw(node: fx.Node) -> bool:
     """Return whether a node draws from the generator of a rank: seeds, or numbers that
     depend on what was drawn before them, which every rank draws whole."""
     if node.target is torch.ops.fxpar.seeds.default:
         return True
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and _draws_whole(node.target)
+    return isinstance(value, torch.Tensor) and _is_random_aten(node.target)
 
 
 @cache
-def _draws_whole(target: Any) -> bool:
+def _is_random_aten(target: Any) -> bool:
     """Return whether an op of ATen draws random numbers."""
     return (
         isinstance(target, _torch.inductor.OpOverload)

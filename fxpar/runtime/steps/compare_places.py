@@ -53,7 +53,7 @@ def _(first, launches, what, mesh, manual):
                 fix="use the same parameters in the same order on every rank, or leave "
                 "them whole (no fxpar.shard)",
             )
-            raise consensus.as_told(error)
+            raise consensus.as_reported(error)
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:

@@ -88,7 +88,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
             chosen = choose_or_warn(graph, mesh, hardware, keep_gathered=keep)
         if chosen is None:
             return graph
-        state.schedule, state.near = chosen.schedule, chosen.near
+        state.schedule, state.near_misses = chosen.schedule, chosen.near_misses
         state.notes += (*chosen.notes, *((_SETTINGS_ALONE,) if state.open else ()))
         if not state.open:
             state.others, state.run = tuple(map(str, chosen.others)), chosen.run
@@ -96,7 +96,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
     else:
         text = "" if request.options.schedule == "none" else request.options.schedule
         if recalled is not None and text == "auto":
-            text, state.near = recalled.schedule, recalled.near
+            text, state.near_misses = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
         if state.open and state.schedule.lines:
             what = (
@@ -130,7 +130,7 @@ def regather(graph: fx.Graph, state: JointState) -> None:
     if state.request.options.reshard_after_forward:
         forward_backward.regather(graph)
     if not state.decided.is_even or state.request.manual is not None:
-        forward_backward.save_alike(graph)
+        forward_backward.save_readers_of_recomputed(graph)
 
 
 def bind(graph: fx.Graph, state: RankState) -> fx.Graph:

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import fx
 
-from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
+from fxpar.passes.normalize.split_merged_batch import split_merged_batch
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
@@ -22,17 +22,17 @@ def split_batch(graph: fx.Graph, state: JointState) -> None:
     if state.open:  # a plan may split open sizes only where the axes divide them
         return
     mesh = state.request.mesh
-    axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
-    may_split = partial(shard_sizes.may_split, even=state.request.pipeline is not None)
+    axes, along, unequal = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+    can_split = partial(shard_sizes.can_split, even=state.request.pipeline is not None)
 
-    def splits(rows: int, behind: int) -> bool:
-        if along and rows > 1 and may_split(behind, mesh, along):
+    def splits(rows: int, next_size: int) -> bool:
+        if along and rows > 1 and can_split(next_size, mesh, along):
             return True
         # A search may choose the shares of ranks of different speed.
-        even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
-        return not even and may_split(rows, mesh, axes)
+        even = shard_sizes.is_exact(rows, mesh, axes) and set(axes).isdisjoint(unequal)
+        return not even and can_split(rows, mesh, axes)
 
-    keep_batch_apart(graph, state.build, splits)
+    split_merged_batch(graph, state.build, splits)
 
 
 def drop_dead(graph: fx.Graph, _: JointState) -> None:

@@ -96,7 +96,7 @@ class JointState(PipelineState):
     # The simulated run of a schedule that was chosen.
     run: SimulatedRun | None = None
     # Near misses: rewrites that were almost in the schedule, with the reason.
-    near: tuple[str, ...] = ()
+    near_misses: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[str, ...] = ()
     # What the plan is to say about how it was made.

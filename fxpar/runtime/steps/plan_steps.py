@@ -24,7 +24,7 @@ from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.normalize import normalize_ops as normalize
-from fxpar.passes.order.forward_backward import are_run_alike, as_run
+from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
@@ -128,7 +128,7 @@ def _on(state: JointState, mesh: Mesh) -> Request:
     """Put another mesh into the state's request, and return the request."""
     if mesh is not state.request.mesh:
         state.request = _searchable(state.request.on(mesh))
-        signature = state.request.laid
+        signature = state.request.as_planned
         state.program = replace(state.program, signature=signature)
     return state.request
 
@@ -147,14 +147,14 @@ def _searchable(request: Request) -> Request:
 
 def _program(state: JointState) -> Program:
     """Return the program of the graph; open sizes are those it was traced with."""
-    program = read(_at_hints(state), state.request.laid)
+    program = read(_at_hints(state), state.request.as_planned)
     if state.request.pipeline is not None:
         return split_evenly(program)
-    chooses_verbs = _chooses_schedule(state.request) and not state.open
+    chooses_verbs = _can_choose_schedule(state.request) and not state.open
     return replace(program, balances=chooses_verbs)
 
 
-def _chooses_schedule(request: Request) -> bool:
+def _can_choose_schedule(request: Request) -> bool:
     """Return whether a schedule will be chosen (``apply_schedule``)."""
     left_out = "schedule" in request.options.disable
     return (
@@ -284,7 +284,7 @@ def describe(graph: fx.Graph, state: JointState) -> None:
         bodies=state.request.bodies,
         sent_rows=state.sent_rows,
         step_seconds=step_seconds,
-        near=state.near,
+        near=state.near_misses,
         # A plan that is followed brings the notes of the rank that searched.
         notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),
     )
@@ -315,7 +315,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         run
         and not disable
         and not state.open
-        and are_run_alike(state.graph, run.lowered)
+        and is_same_program(state.graph, run.lowered)
     ):
         return by_kind(run.phases, signature, run.launches), ()
     graphs = [_at_hints(state)]
@@ -336,5 +336,5 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Save a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        chosen = _chooses_schedule(state.request) and not state.request.options.tune
+        chosen = _can_choose_schedule(state.request) and not state.request.options.tune
         plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)

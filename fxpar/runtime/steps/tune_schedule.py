@@ -71,7 +71,7 @@ def fastest(
     says so. Raises PlanError on all ranks if none is left, RankMismatchError if a rank
     does not come.
     """
-    inputs = made_up(next(iter(graphs.values()))) if graphs else []
+    inputs = random_inputs(next(iter(graphs.values()))) if graphs else []
 
     def prepare(graph: fx.Graph) -> Step:
         bound = bind(
@@ -159,7 +159,7 @@ def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -
     return lambda: compiled(list(inputs))
 
 
-def made_up(graph: fx.Graph) -> list[Any]:
+def random_inputs(graph: fx.Graph) -> list[Any]:
     """Return random values with the shapes and dtypes of a graph's inputs."""
     with _torch.aot.as_compiled():
         return [

@@ -33,7 +33,7 @@ class StepInput(NamedInput):
     """Is an input of a step."""
 
     # The spec in which it is sharded; None if each rank holds the whole.
-    rest: Spec | None = None
+    at_rest: Spec | None = None
     # The hint on its use in the program, an entry per dim; None without one.
     use: tuple[str, ...] | None = None
 
@@ -205,7 +205,7 @@ def refuse_shared_memory(
     extents = [_extent(x) for x in args]
     for i in sorted(written):
         for j, extent in enumerate(extents):
-            if i == j or not _overlap(extents[i], extent):
+            if i == j or not _has_overlap(extents[i], extent):
                 continue
             raise PlanError(
                 f"{ends[i].name} and {ends[j].name} share memory, and the step writes "
@@ -225,7 +225,9 @@ def _extent(x: Any) -> tuple[int, int, int] | None:
     return x.untyped_storage().data_ptr(), first, first + reach * x.element_size()
 
 
-def _overlap(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+def _has_overlap(
+    a: tuple[int, int, int] | None, b: tuple[int, int, int] | None
+) -> bool:
     """Return whether two extents share memory."""
     return (
         a is not None

@@ -93,7 +93,10 @@ def add_accumulated(
 
 
 def average(
-    forward_args: Sequence[Any], rests: Mapping[int, Spec | None], *, in_parts: bool
+    forward_args: Sequence[Any],
+    rest_specs: Mapping[int, Spec | None],
+    *,
+    in_parts: bool,
 ) -> None:
     """Make gradients means over the ranks of manual axes.
 
@@ -102,10 +105,10 @@ def average(
     else those of the others.
     """
     with torch.no_grad():
-        for i, rest in rests.items():
+        for i, at_rest in rest_specs.items():
             x = forward_args[i]
-            if x.grad is not None and in_parts == (rest is not None):
-                spec = str(rest or Spec.whole(x.dim()))
+            if x.grad is not None and in_parts == (at_rest is not None):
+                spec = str(at_rest or Spec.whole(x.dim()))
                 x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
 
 

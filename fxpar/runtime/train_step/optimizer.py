@@ -301,7 +301,7 @@ class TracedComparison:
     # The answer when it was traced.
     holds: bool
 
-    def stands(self, value: Any) -> bool:
+    def has_same_answer(self, value: Any) -> bool:
         """Return whether the comparison has the same answer for another ``value``."""
         return bool(_COMPARISONS[self.relation](value, self.other)) == self.holds
 

@@ -254,8 +254,8 @@ class _Stage:
 
         def frozen(slot: Slot, x: Any) -> Any:
             if isinstance(x, torch.Tensor):
-                lies = x.placements if isinstance(x, DTensor) else x.stride()
-                return tuple(x.shape), x.dtype, x.device, lies
+                layout = x.placements if isinstance(x, DTensor) else x.stride()
+                return tuple(x.shape), x.dtype, x.device, layout
             return type(x) if self._is_input(slot, x) else repr(x)
 
         signature = tuple(
@@ -274,7 +274,7 @@ class _Stage:
         there is none."""
         for variant in self.variants.get(self._key(slot_values, places, how), ()):
             if all(
-                answer.stands(slot_values[answer.slot])
+                answer.has_same_answer(slot_values[answer.slot])
                 for answer in variant.step.answers
             ):
                 return variant
@@ -292,14 +292,14 @@ class _Stage:
             step = self._trace(places, slot_values, how)
         values = [*args, *(slot_values[slot] for slot in step.read)]
         refuse_shared_memory(step.ends, values, step.written)
-        rests = {}
+        rest_specs = {}
         for k, (slot, shape) in enumerate(
             zip(step.result_slots, step.shapes, strict=True)
         ):
             spec = spec_of(self._holder(slot, shape))
             if spec is not None:
-                rests[step.count + k] = spec
-        variant = _Variant(step, how, self.compile(step, rests))
+                rest_specs[step.count + k] = spec
+        variant = _Variant(step, how, self.compile(step, rest_specs))
         self.variants.setdefault(self._key(slot_values, places, how), []).append(
             variant
         )

@@ -139,13 +139,15 @@ def trace(
             forward_args[i] = forward_args[i].detach().requires_grad_()
         results = _differentiate(forward, forward_args, how.calls, scale)
         findings.count = len(results)
-        rests = {i: forward.ends[i].rest for i in forward.trained if how.averages}
-        average(forward_args, rests, in_parts=True)
+        rest_specs = {
+            i: forward.ends[i].at_rest for i in forward.trained if how.averages
+        }
+        average(forward_args, rest_specs, in_parts=True)
         add_accumulated(forward_args, accumulated, write=not how.updates)
         if not how.updates:
             _stamp("update")
             return results
-        average(forward_args, rests, in_parts=False)  # once for all calls
+        average(forward_args, rest_specs, in_parts=False)  # once for all calls
         bad = None if scale is None else unscale(forward_args, places.values(), scale)
         written = [forward_args[i] for i in places.values()]
         written += [x for slot, x in values.items() if slot not in numbers]
@@ -364,7 +366,7 @@ def _results(
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
         if slot in numbers:
-            if _changed(x, before):
+            if _is_changed(x, before):
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
@@ -379,7 +381,7 @@ def _results(
     return new_values
 
 
-def _changed(x: Any, before: Any) -> bool:
+def _is_changed(x: Any, before: Any) -> bool:
     """Return whether a number was replaced or written to."""
     return x is not before or _torch.objects.version_of(x) > 0
 
@@ -402,7 +404,7 @@ def _end(
 
 def _gradient_end(parameter: StepInput) -> StepInput:
     """Return the input for a gradient of earlier calls, split like its parameter."""
-    return StepInput(f"gradient.{parameter.name}", "buffer", parameter.rest)
+    return StepInput(f"gradient.{parameter.name}", "buffer", parameter.at_rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

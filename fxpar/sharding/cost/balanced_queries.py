@@ -12,7 +12,7 @@ from __future__ import annotations
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import nbytes_of, query_position
-from fxpar.sharding.cost.visible_pairs import counts_places
+from fxpar.sharding.cost.visible_pairs import has_causal_mask
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import Op, tensor_nodes
@@ -33,7 +33,7 @@ def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float 
     """Return the seconds of swapping halves of all tensors with a row for each query,
     and of the copies around that; None where a strategy leaves nothing to balance."""
     first = query_position(op.target)
-    if first is None or not counts_places(op.node):
+    if first is None or not has_causal_mask(op.node):
         return None
     (queries,), (keys,) = (op.rule.tensors[first + i][-2] for i in range(2))
     axes, size = strategy.axes_of.get(queries, ()), op.rule.size

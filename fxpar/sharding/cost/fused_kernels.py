@@ -225,10 +225,10 @@ class KernelReader:
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[TensorView | None]:
         """Return fresh buffers for a node's results, in lists nested as those."""
-        views = self._made_of(node, node.meta.get("val"), launch, kernel)
+        views = self._outputs_of(node, node.meta.get("val"), launch, kernel)
         return views if isinstance(views, list) else [views]
 
-    def _made_of(
+    def _outputs_of(
         self, node: fx.Node, value: Any, launch: Launch, kernel: _Growing | None
     ) -> Any:
         if isinstance(value, torch.Tensor):
@@ -239,7 +239,7 @@ class KernelReader:
             launch.makes.append(view.buffer)
             return view
         if isinstance(value, (list, tuple)):
-            return [self._made_of(node, each, launch, kernel) for each in value]
+            return [self._outputs_of(node, each, launch, kernel) for each in value]
         return None
 
     def _touch(self, value: TensorView) -> Buffer:

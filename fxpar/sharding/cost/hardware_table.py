@@ -253,7 +253,7 @@ _CPU = (
     ("float32 convolution", Peak(1.6e11, 1.0, 7e6, 13.0, 21.0)),
     ("float32 convolution backward", Peak(2e11, 1.0, 6e6, 40.0, 43.0)),
 )
-_CPU_NEAR = (
+_CPU_CACHES = (
     (1.3e5, 2.6e11),
     (5.2e5, 1.2e11),
     (2.1e6, 8.6e10),
@@ -359,7 +359,7 @@ BUILT_IN = (
         1.4e-6,
         (_GLOO,),
         "a core for each rank, gloo in one machine",
-        _CPU_NEAR,
+        _CPU_CACHES,
         beside=0.95,
         light=_CPU_LIGHT,
         masked=1.0,

@@ -79,7 +79,7 @@ def bytes_of(node: fx.Node) -> int:
 def flops_of(node: fx.Node) -> float:
     """Return the flops of a contraction, convolution or attention; 0 for all else. For
     a causal attention in a local graph, the flops of the rank that sees most."""
-    if not contracts(node.target):
+    if not is_contraction(node.target):
         return 0.0
     return _flops_unmasked(node) * (
         seen_share(node) if _is_attention(node.target) else 1
@@ -249,7 +249,9 @@ def is_view(node: fx.Node) -> bool:
     if facts.reshapes and not facts.view:
         source = node.args[0].meta["val"]
         target = hint_shape(node.meta["val"].shape)
-        return viewable(hint_shape(source.shape), hint_shape(source.stride()), target)
+        return is_viewable(
+            hint_shape(source.shape), hint_shape(source.stride()), target
+        )
     return facts.view
 
 
@@ -262,7 +264,7 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 @lru_cache(maxsize=1 << 14)
-def viewable(
+def is_viewable(
     shape: tuple[int, ...], stride: tuple[int, ...], target: tuple[int, ...]
 ) -> bool:
     """Return whether strided memory can be seen in another shape without a copy."""
@@ -287,7 +289,7 @@ def viewable(
 
 
 @cache
-def contracts(target: Any) -> bool:
+def is_contraction(target: Any) -> bool:
     """Return whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
     name = _name(target)
@@ -299,11 +301,11 @@ def contracts(target: Any) -> bool:
 @cache
 def is_light(target: Any) -> bool:
     """Return whether Inductor generates the op, and so can fuse it."""
-    if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
+    if is_contraction(target) or not isinstance(target, _torch.inductor.OpOverload):
         return False
     facts = op_facts_of(target)
-    apart = facts.mutates or facts.alone or facts.communicates
-    return target.namespace in _GENERATED and not apart
+    is_separate = facts.mutates or facts.alone or facts.communicates
+    return target.namespace in _GENERATED and not is_separate
 
 
 def is_pointwise(node: fx.Node) -> bool:

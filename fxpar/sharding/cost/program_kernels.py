@@ -43,7 +43,7 @@ from fxpar.sharding.cost.op import (
     light_operations,
     query_position,
 )
-from fxpar.sharding.cost.op import contracts as has_formula
+from fxpar.sharding.cost.op import is_contraction as has_formula
 from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.cost.visible_pairs import unevenness
 from fxpar.sharding.factors import Axes
@@ -53,7 +53,7 @@ from fxpar.sharding.program import (
     Op,
     Program,
     Value,
-    contracts,
+    is_contraction,
     is_view,
     values_by_node,
 )
@@ -235,7 +235,7 @@ def flops_of_op(op: Op) -> float:
     """Return the flops of the whole op; for a contraction that torch has no formula
     for, the product of its factors. 0 for light ops."""
     flops = flops_of(op.node)
-    if not flops and contracts(op):
+    if not flops and is_contraction(op):
         flops = 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
     return flops
 
@@ -266,25 +266,25 @@ class ProgramKernels:
     read_by_light: tuple[bool, ...]
 
     @property
-    def of_alike_shards(self) -> ProgramKernels:
+    def of_equal_shards(self) -> ProgramKernels:
         """Return the same without swaps that would give ranks equal work."""
         works = (replace(w, balances=False) if w.balances else w for w in self.works)
         return replace(self, works=tuple(works))
 
-    def made_at(self, v: int) -> int:
+    def written_at(self, v: int) -> int:
         """Return when the kernel that writes a value first runs; 0 for inputs."""
         if v not in self.program.producers:
             return 0
         forward, backward = self.runs[self.program.producers[v][0]]
         return backward if forward == NEVER else forward
 
-    def made_by_light(self, v: int) -> bool:
+    def is_made_by_light_op(self, v: int) -> bool:
         """Return whether Inductor generates the op that makes a value, or the one it
         views."""
         maker = self.program.producers.get(self.base[v])
         return maker is not None and is_light(self.program.ops[maker[0]].target)
 
-    def reads_lightly(self, index: int) -> bool:
+    def is_read_by_light(self, index: int) -> bool:
         """Return whether Inductor generates the op, or, if it is a view, all ops that
         read it."""
         op = self.program.ops[index]

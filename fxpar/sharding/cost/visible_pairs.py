@@ -82,7 +82,7 @@ def is_packed(node: fx.Node) -> bool:
     )
 
 
-def counts_places(node: fx.Node) -> bool:
+def has_causal_mask(node: fx.Node) -> bool:
     """Return whether a call on [batch, heads, sequence, features] has a causal mask,
     and no other: where its queries or keys are split, it counts places."""
     names = _names(node.target)

@@ -97,7 +97,7 @@ def _maximum(k: int, *args: Any) -> Rule:
 
 
 @dataclass(frozen=True)
-class LaidOutParts:
+class UnevenParts:
     """Holds parts of unequal lengths of a dim, laid out one after the other on a
     rank."""
 
@@ -120,7 +120,7 @@ class LaidOutParts:
     def dim(self) -> int:
         return self.window.dim
 
-    def laid_out(self, x: fx.Node, fill: int | float) -> fx.Node:
+    def arranged(self, x: fx.Node, fill: int | float) -> fx.Node:
         """Return the rows of ``x``, laid out part after part."""
         build = self.call.build
         x = build.call(aten.index.Tensor, x, [*[None] * self.dim, self.places])
@@ -159,14 +159,14 @@ class LaidOutParts:
         return self.call.build.call(aten.reshape.default, numbers, view)
 
 
-def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOutParts]:
+def _uneven_parts(call: LocalCall, position: int, few: int) -> list[UnevenParts]:
     """Return the laid out parts of dims of which ranks read windows, where parts have
     unequal lengths. ``position``, ``few``: of the tensors that have rows, and parts."""
-    unlike = (w for w in windows_of(call, position) if w.rows % w.count)
-    return [_parts_of(call, window, few) for window in unlike]
+    uneven = (w for w in windows_of(call, position) if w.rows % w.count)
+    return [_parts_of(call, window, few) for window in uneven]
 
 
-def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
+def _parts_of(call: LocalCall, window: RowWindow, few: int) -> UnevenParts:
     build, late = call.build, few - len(call.operands)
     assert window.reach is not None
     device = call.node.all_input_nodes[0].meta["val"].device
@@ -191,7 +191,7 @@ def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
     places = call_op(aten.sub.Tensor, rows, build.window_start(exchange))
     last = build.compute(operator.sub, build.window_rows(exchange), 1)
     places = call_op(aten.clamp.default, places, 0, last)
-    return LaidOutParts(
+    return UnevenParts(
         call,
         window,
         call_op(aten.reshape.default, places, [-1]),
@@ -204,12 +204,12 @@ def _parts_of(call: LocalCall, window: RowWindow, few: int) -> LaidOutParts:
 
 def _pooled(
     k: int, call: LocalCall, x: fx.Node, fill: int | float
-) -> tuple[Any, list[LaidOutParts]]:
+) -> tuple[Any, list[UnevenParts]]:
     """Return the op's result for a rank's parts, and the parts that were laid out."""
-    parts = _laid_out(call, 0, len(call.operands))
+    parts = _uneven_parts(call, 0, len(call.operands))
     x = with_halo_rows(call, x, 0, fill)
     for one in parts:
-        x = one.laid_out(x, fill)
+        x = one.arranged(x, fill)
     return call.same(x, list(call.local_shape()[-k:])), parts
 
 
@@ -233,7 +233,7 @@ def _local_maximum(k: int, call: LocalCall, x: fx.Node, few: Any) -> Any:
 def _shards(
     call: LocalCall,
     index: fx.Node,
-    parts: Sequence[LaidOutParts],
+    parts: Sequence[UnevenParts],
     positions: tuple[int, int],
     k: int,
 ) -> list[ShardWithHalo]:
@@ -249,22 +249,22 @@ def _shards(
 def _local_average_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node
 ) -> fx.Node:
-    parts = _laid_out(call, 2, 0)
+    parts = _uneven_parts(call, 2, 0)
     for one in parts:
         grad = one.averaged(grad)
-    return _added(call, parts, 2, call.same(grad, _alike(call, x, parts, 2)))
+    return _added(call, parts, 2, call.same(grad, _of_pooled_shape(call, x, parts, 2)))
 
 
 def _local_maximum_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node, index: fx.Node
 ) -> fx.Node:
-    parts = _laid_out(call, 3, 0)
+    parts = _uneven_parts(call, 3, 0)
     if any(split_dims(call, 1, k)):
         dims = _shards(call, index, parts, (1, 3), k)
         index = reindexed(call, index, dims, inward=True)
         # A spare part's gradient is 0, which may be added anywhere.
         index = call.build.call(aten.clamp_min.default, index, 0)
-    gradient = call.same(grad, _alike(call, x, parts, 3), index)
+    gradient = call.same(grad, _of_pooled_shape(call, x, parts, 3), index)
     return _added(call, parts, 3, gradient)
 
 
@@ -276,8 +276,8 @@ def _shape(call: LocalCall, position: int) -> list[Size]:
     return shape
 
 
-def _alike(
-    call: LocalCall, x: fx.Node, parts: Sequence[LaidOutParts], position: int
+def _of_pooled_shape(
+    call: LocalCall, x: fx.Node, parts: Sequence[UnevenParts], position: int
 ) -> fx.Node:
     """Return a tensor with the pooled tensor's shape on a rank; its values are not
     used."""
@@ -290,7 +290,7 @@ def _alike(
 
 
 def _added(
-    call: LocalCall, parts: Sequence[LaidOutParts], position: int, gradient: fx.Node
+    call: LocalCall, parts: Sequence[UnevenParts], position: int, gradient: fx.Node
 ) -> fx.Node:
     """Return the gradient of a rank's rows from gradients of laid out rows."""
     shape = _shape(call, position)

@@ -120,7 +120,7 @@ def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
     return replace(rule, windows=tuple(windows))
 
 
-def _may_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
+def _can_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
     """Return whether rows may be split: integers are rounded between the two dims, and
     weights need known sizes."""
     return x.is_floating_point() and all(isinstance(n, int) for n in sizes)
@@ -128,7 +128,7 @@ def _may_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
 
 def _forward(kind: str, x: torch.Tensor, size: Sequence[int], *how: Any) -> Rule | str:
     rows = x.shape[-2:]
-    if not _may_split(x, [*rows, *size]):
+    if not _can_split(x, [*rows, *size]):
         return _whole(kind, x)
     return _rule(both_dims(kind, rows, size, *how), x.dim() - 2, 0, 1)
 
@@ -137,7 +137,7 @@ def _backward(
     kind: str, grad: torch.Tensor, size: Sequence[int], shape: Sequence[int], *how: Any
 ) -> Rule | str:
     rows = shape[-2:]
-    if not _may_split(grad, [*rows, *size]):
+    if not _can_split(grad, [*rows, *size]):
         return _whole(kind, grad)
     return _rule(both_dims(kind, rows, size, *how), grad.dim() - 2, 1, 0)
 
@@ -180,8 +180,8 @@ def _cubic(build: Builder, at: fx.Node) -> fx.Node:
     outer = _polynomial(build, away, a, -5 * a, 8 * a, -4 * a)
     reached = build.call(aten.lt.Scalar, away, 2.0)
     outer = build.where(reached, outer, 0)
-    near = build.call(aten.lt.Scalar, away, 1.0)
-    return build.call(aten.where.self, near, inner, outer)
+    is_inner = build.call(aten.lt.Scalar, away, 1.0)
+    return build.call(aten.where.self, is_inner, inner, outer)
 
 
 def _windowed_sinc(build: Builder, at: fx.Node) -> fx.Node:
@@ -219,9 +219,9 @@ def _dims(
     rows are covered by ``own`` rows of the other tensor."""
     size, *settings = how
     shape, lead = call.shapes[position], len(own) - 2
-    near = {window.dim: window for window in windows_of(call, position)}
+    window_of = {window.dim: window for window in windows_of(call, position)}
     return [
-        _Covered(lead + d, dim, near.get(lead + d), own[lead + d])
+        _Covered(lead + d, dim, window_of.get(lead + d), own[lead + d])
         for d, dim in enumerate(both_dims(kind, shape[lead:], size, *settings))
         if not dim.stays
     ]
@@ -263,7 +263,7 @@ def _weights(kind: str, call: LocalCall, dim: _Covered) -> tuple[fx.Node, fx.Nod
     return build.call(aten.clamp.default, row, 0, last), weights
 
 
-def _spread(call: LocalCall, weights: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+def _per_row(call: LocalCall, weights: fx.Node, x: fx.Node, dim: int) -> fx.Node:
     """Return the weights in a shape for a sum over rows along a dim of ``x``."""
     value = x.meta["val"]
     return trailing(call, call.build.cast(weights, value.dtype), value.dim() - 1 - dim)
@@ -282,7 +282,7 @@ def _local_resampled(
     x = build.cast(with_halo_rows(call, x, 0), _summed_in(dtype))
     for dim in _dims(kind, call, 0, call.local_shape(), size, *how):
         places, weights = _weights(kind, call, dim)
-        weights = _spread(call, weights, x, dim.dim)
+        weights = _per_row(call, weights, x, dim.dim)
         rows = build.call(aten.index.Tensor, x, [*[None] * dim.dim, places])
         rows = build.call(aten.mul.Tensor, rows, weights)
         x = build.call(aten.sum.dim_IntList, rows, [dim.dim + 1])
@@ -303,7 +303,7 @@ def _local_resampled_backward(
     x, full = build.cast(grad, _summed_in(dtype)), list(own)
     for dim in _dims(kind, call, 1, own, size, *how):
         places, weights = _weights(kind, call, dim)
-        weights = _spread(call, weights, x, dim.dim)
+        weights = _per_row(call, weights, x, dim.dim)
         rows = build.call(aten.unsqueeze.default, x, dim.dim + 1)
         rows = build.call(aten.mul.Tensor, rows, weights)
         full[dim.dim] = dim.how.rows

@@ -59,7 +59,7 @@ def _flash_backward(
 def _flash_forward(
     q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, debug, **rest: Any
 ):
-    split = not is_causal and not _windowed(rest)
+    split = not is_causal and not _has_window(rest)
     words = heads_of(q, k, seq_first=True, queries=split)
     extra = any(isinstance(x, torch.Tensor) for x in rest.values())
     if dropout_p or debug or extra or words is None or is_ragged(starts_q, starts_k):
@@ -73,7 +73,7 @@ def _flash_forward_backward(
     grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
     seed, unused, **rest: Any,
 ):  # fmt: skip
-    split = not is_causal and not _windowed(rest)
+    split = not is_causal and not _has_window(rest)
     words = heads_of(q, k, seq_first=True, queries=split)
     if dropout_p or words is None or is_ragged(starts_q, starts_k):
         return None
@@ -84,7 +84,7 @@ def _flash_forward_backward(
     )  # fmt: skip
 
 
-def _windowed(rest: dict[str, Any]) -> bool:
+def _has_window(rest: dict[str, Any]) -> bool:
     """Return whether a sliding window counts positions."""
     return any(
         rest.get(f"window_size_{side}") is not None for side in ("left", "right")
@@ -124,7 +124,9 @@ def _efficient(
     words = _memory_efficient(q, k, bias, compute_lse)
     if dropout_p or words is None:
         return None
-    lse = words.merged if compute_lse and _rows_fit(q) else [*words.padded, "~t"]
+    lse = (
+        words.merged if compute_lse and _has_fitting_rows(q) else [*words.padded, "~t"]
+    )
     return words.forward(*words.inputs, *words.bias(bias), logsumexp=lse)
 
 
@@ -133,11 +135,11 @@ def _memory_efficient(
 ) -> Heads | None:
     """Return words of a kernel whose log-sum-exp, if it gives one, pads rows to
     multiples of 32."""
-    queries, masked = _rows_fit(q) or not compute_lse, bias is not None
+    queries, masked = _has_fitting_rows(q) or not compute_lse, bias is not None
     return heads_of(q, k, queries=queries, keys=compute_lse, masked=masked)
 
 
-def _rows_fit(q: torch.Tensor) -> bool:
+def _has_fitting_rows(q: torch.Tensor) -> bool:
     """Return whether a log-sum-exp of the memory-efficient kernel has a row per
     query."""
     return q.dim() == 4 and int(q.shape[2]) % 32 == 0
@@ -153,7 +155,7 @@ def _efficient_backward(
         words = heads_of(q, k)
     if dropout_p or words is None:
         return None
-    lse = words.logsumexp if _rows_fit(q) else words.padded
+    lse = words.logsumexp if _has_fitting_rows(q) else words.padded
     biases = words.bias(bias)
     # The mask concerns only the bias: the other gradients are always made.
     results = [*words.inputs, *(biases if mask[3] else [])]

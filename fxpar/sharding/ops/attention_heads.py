@@ -50,7 +50,7 @@ class Heads:
         return self.query, self.key, self.value
 
     @property
-    def splits_keys(self) -> bool:
+    def has_split_keys(self) -> bool:
         return not self.scores[3].endswith("!")
 
     @property
@@ -87,7 +87,7 @@ class Heads:
     def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
         rule = parse_rule(text(*operands, results=results))
         sizes = (("g", self.groups),) if self.groups > 1 else ()
-        evenly = frozenset("t") if self.masked and self.splits_keys else frozenset()
+        evenly = frozenset("t") if self.masked and self.has_split_keys else frozenset()
         return replace(rule, sizes=sizes, evenly=evenly)
 
     def forward(
@@ -96,7 +96,7 @@ class Heads:
         """Return the rule of a forward with output, log-sum-exp and further results."""
         results = [self.out, logsumexp or self.merged, FURTHER]
         rule = self.rule(*operands, results=results)
-        if not self.splits_keys:
+        if not self.has_split_keys:
             return rule
         return replace(rule, gathered=(Gathered("t", len(operands) + 1),))
 

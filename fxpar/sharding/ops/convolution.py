@@ -155,7 +155,7 @@ def _output_padding(
     the tensor that has rows. For a shard they are the rows that no window reaches, with
     windows none."""
     read = {window.dim - 2 for window in windows_of(call, position)}
-    own = [0 if d in read else max(0, -w.behind) for d, w in enumerate(slid)]
+    own = [0 if d in read else max(0, -w.overhang) for d, w in enumerate(slid)]
     return [
         n if cut else whole
         for n, whole, cut in zip(own, each(extra, len(split)), split, strict=True)

@@ -165,16 +165,17 @@ def pinned(rule: Rule, sizes: Sizes) -> Rule:
     )
 
 
-def _edge(x: torch.Tensor, lies: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
+def _edge(x: torch.Tensor, layout: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
     words = [f"d{d}" for d in range(x.dim())]
     outside = [
-        (*map(factor, axes), word) for axes, word in zip(lies.dims, words, strict=True)
+        (*map(factor, axes), word)
+        for axes, word in zip(layout.dims, words, strict=True)
     ]
     factor_sizes = {factor(axis): size for axis, size in sizes.items()}
-    for word, n, axes in zip(words, x.shape, lies.dims, strict=True):
+    for word, n, axes in zip(words, x.shape, layout.dims, strict=True):
         count = 1 if leaves else _count(axes, sizes)
         factor_sizes[word] = int(n) // count
-    split = [f"~{factor(axis)}" for axis in lies.sharded_axes]
+    split = [f"~{factor(axis)}" for axis in layout.sharded_axes]
     rule = (
         make([words], [outside], factor_sizes)
         if leaves
@@ -182,10 +183,10 @@ def _edge(x: torch.Tensor, lies: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
     )
     return replace(
         rule,
-        reductions=tuple((factor(axis), op) for axis, op in lies.partial),
+        reductions=tuple((factor(axis), op) for axis, op in layout.partial),
         passages=(Passage((0,), MOVEMENT),),
         pinned=tuple((factor(axis), (axis,)) for axis in sizes),
-        summed=frozenset(factor(axis) for axis in lies.partial_axes),
+        summed=frozenset(factor(axis) for axis in layout.partial_axes),
         even=True,
     )
 
@@ -204,22 +205,22 @@ def _sizes(mesh: str, axes: str) -> dict[str, int]:
     return {axis: all_sizes[axis] for axis in axes.split("+") if all_sizes[axis] > 1}
 
 
-def _lies(spec: str, sizes: Sizes) -> Spec:
+def _on_axes(spec: str, sizes: Sizes) -> Spec:
     """Return the spec of an edge without axes of one rank."""
-    lies = Spec.parse(spec)
-    alone = [axis for axis in lies.axes if axis not in sizes]
-    partial = [(axis, op) for axis, op in lies.partial if axis in sizes]
-    return Spec.of(lies.without(alone).dims, partial)
+    layout = Spec.parse(spec)
+    alone = [axis for axis in layout.axes if axis not in sizes]
+    partial = [(axis, op) for axis, op in layout.partial if axis in sizes]
+    return Spec.of(layout.without(alone).dims, partial)
 
 
 def _enter(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
     sizes = _sizes(mesh, axes)
-    return _edge(x, _lies(spec, sizes), sizes, leaves=False)
+    return _edge(x, _on_axes(spec, sizes), sizes, leaves=False)
 
 
 def _leave(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
     sizes = _sizes(mesh, axes)
-    return _edge(x, _lies(spec, sizes), sizes, leaves=True)
+    return _edge(x, _on_axes(spec, sizes), sizes, leaves=True)
 
 
 def _collective(
@@ -385,10 +386,10 @@ def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.No
         if not even:
             start = build.own_start(all_rows, axes)
             before = build.compute(operator.mod, start, n)
-            behind = build.compute(operator.add, before, shape[dim])
-            behind = build.compute(operator.sub, turns * n, behind)
+            after = build.compute(operator.add, before, shape[dim])
+            after = build.compute(operator.sub, turns * n, after)
             amounts = [0, 0] * (len(shape) - 1 - dim)
-            x = build.pad_ends(x, [*amounts, before, behind])
+            x = build.pad_ends(x, [*amounts, before, after])
     shape[dim : dim + 1] = [turns, n]
     parts = build.call(aten.reshape.default, x, shape)
     return build.call(aten.sum.dim_IntList, parts, [dim])
@@ -403,8 +404,8 @@ def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx
     for i, x in enumerate(parts):
         if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
             missing += 1
-            behind = len(shape) - 1 - dim
-            x = build.pad_ends(x, [0, 0] * behind + [0, 1])
+            dims_after = len(shape) - 1 - dim
+            x = build.pad_ends(x, [0, 0] * dims_after + [0, 1])
         rows.append(build.call(aten.unsqueeze.default, x, dim + 1))
     stacked = build.call(aten.cat.default, rows, dim + 1)
     shape[dim] += missing

@@ -67,9 +67,9 @@ def _bag(
     """Return the rule. Further results: the bag of each index, the size of each bag
     and, for a maximum, its position in each column, for which a table is whole."""
     weights = [["_"]] * (per_sample_weights is not None)
-    rows, alike = ("_", []) if mode == MAX else ("s", ["~s"])
-    where = ["_", "e"] if mode == MAX else ["_", "~e", *alike]
-    bags = [["_", "~e", *alike], ["_", "~e", *alike], where]
+    rows, unreduced = ("_", []) if mode == MAX else ("s", ["~s"])
+    where = ["_", "e"] if mode == MAX else ["_", "~e", *unreduced]
+    bags = [["_", "~e", *unreduced], ["_", "~e", *unreduced], where]
     return make([[rows, "e"], ["_"], ["_"], *weights], [["_", "e"], *bags])
 
 

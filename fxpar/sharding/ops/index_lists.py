@@ -173,12 +173,12 @@ def _masked_put(
 
 
 def _in_windows(
-    call: LocalCall, indices: Sequence[fx.Node | None], near: Sequence[RowWindow]
+    call: LocalCall, indices: Sequence[fx.Node | None], windows: Sequence[RowWindow]
 ) -> list[fx.Node | None]:
     """Return an index list in which indices of the windows' dims count from the begin
     of the window."""
     places = list(indices)
-    for window in near:
+    for window in windows:
         index = places[window.dim]
         start = call.build.window_start(exchange_of(call, window))
         places[window.dim] = call.build.call(aten.sub.Tensor, index, start)
@@ -186,13 +186,13 @@ def _in_windows(
 
 
 def _split_parts(
-    call: LocalCall, indices: Sequence[fx.Node | None], apart: Collection[int] = ()
+    call: LocalCall, indices: Sequence[fx.Node | None], skip: Collection[int] = ()
 ) -> dict[int, Part]:
     """Return dim -> this rank's part, for the split dims that are indexed, except
-    ``apart``."""
+    ``skip``."""
     parts = {}
     for d, index in enumerate(indices):
-        if index is None or d in apart or is_mask(index.meta["val"]):
+        if index is None or d in skip or is_mask(index.meta["val"]):
             continue
         part = part_of(call, d, index, signed=True)
         if part is not None:
@@ -214,9 +214,9 @@ def _inside(call: LocalCall, indices: Sequence[Any], parts: dict[int, Part], ndi
 def _local_index(
     call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]
 ) -> fx.Node:
-    near = windows_of(call, 0)
-    x, indices = with_halo_rows(call, x, 0), _in_windows(call, indices, near)
-    parts = _split_parts(call, indices, {window.dim for window in near})
+    windows = windows_of(call, 0)
+    x, indices = with_halo_rows(call, x, 0), _in_windows(call, indices, windows)
+    parts = _split_parts(call, indices, {window.dim for window in windows})
     if not parts:
         return call.same(x, indices)
     places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
@@ -233,9 +233,9 @@ def _local_index_put(
     values: fx.Node,
     accumulate: bool = False,
 ) -> fx.Node:
-    near = windows_of(call, len(call.operands))
-    if near:
-        return _add_to_windows(call, x, indices, values, near)
+    windows = windows_of(call, len(call.operands))
+    if windows:
+        return _add_to_windows(call, x, indices, values, windows)
     return _put(call, x, indices, _split_parts(call, indices), values, accumulate)
 
 
@@ -266,16 +266,16 @@ def _add_to_windows(
     x: fx.Node,
     indices: Sequence[fx.Node | None],
     values: fx.Node,
-    near: Sequence[RowWindow],
+    windows: Sequence[RowWindow],
 ) -> fx.Node:
     """Return ``x`` plus the rows, which are summed in windows of zeros and then sent to
     their owners."""
     build, shape = call.build, list(call.local_shape())
-    for window in near:
+    for window in windows:
         shape[window.dim] = build.window_rows(exchange_of(call, window))
     zeros = call.full(shape, 0, x)
-    places = _in_windows(call, indices, near)
-    parts = _split_parts(call, places, {window.dim for window in near})
+    places = _in_windows(call, indices, windows)
+    parts = _split_parts(call, places, {window.dim for window in windows})
     total = add_halo_rows(
         call, _put(call, zeros, places, parts, values, True), len(call.operands)
     )

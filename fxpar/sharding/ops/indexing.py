@@ -76,12 +76,12 @@ def _scatter(accumulate: bool):
         for d, n in enumerate(x.shape):
             sizes = [t.shape[d] for t in tensors]
             # Only the first part of a longer src is read, at the index's own place.
-            alike = len(set(sizes)) == 1
+            has_one_size = len(set(sizes)) == 1
             if d == dim:
                 operand.append("s")
-                updates.append("i" if accumulate and alike else "_")
+                updates.append("i" if accumulate and has_one_size else "_")
             else:
-                operand.append(f"d{d}" if alike and sizes[0] == n else "_")
+                operand.append(f"d{d}" if has_one_size and sizes[0] == n else "_")
                 updates.append(operand[-1])
         return text(
             updated(operand, accumulate), *[updates] * len(tensors), results=[operand]
@@ -237,7 +237,7 @@ def _local_index_select(
     return call.where(inside, call.same(part.rows_of(x), dim, part.read()), 0)
 
 
-def _one_per_row(
+def _is_one_per_row(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: Any
 ) -> bool:
     """Return whether each row of ``x`` along ``dim`` gets exactly one update."""
@@ -276,7 +276,7 @@ def _local_scatter(
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src, *settings, **options)
-    if not settings and not options and _one_per_row(call, x, dim, index, src):
+    if not settings and not options and _is_one_per_row(call, x, dim, index, src):
         hit = _index_mask(call, x, dim, index)
         if not isinstance(src, fx.Node):
             src = call.full([], src, x)
@@ -293,7 +293,7 @@ def _local_scatter_add(
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src)
-    if _one_per_row(call, x, dim, index, src):
+    if _is_one_per_row(call, x, dim, index, src):
         update = call.where(_index_mask(call, x, dim, index), src, 0)
         return call.build.call(aten.add.Tensor, x, update)
     part = part_of(call, dim, index)

@@ -46,12 +46,12 @@ def moved(
     )
     if not all(isinstance(n, int) for m in moves for n in (*m.sources, *m.targets)):
         return None
-    alike = [
+    unreduced = [
         [f"~d{m.dim}" for m in moves if shape[m.dim] == 1 < max(m.sources)]
         for shape in results
     ]
     words = [words_of(shape) for shape in results]
-    ends = [[*dims, *marks] for dims, marks in zip(words, alike, strict=True)]
+    ends = [[*dims, *marks] for dims, marks in zip(words, unreduced, strict=True)]
     own = [words_of(x) for x in shapes]
     for i, m in itertools.product(few, moves):
         own[i][m.dim] = "_"

@@ -138,7 +138,7 @@ def _flex(
     operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
     rule = words.rule(*operands, results=[heads.out, heads.merged, heads.merged])
     weights = Gathered("t", len(operands) + 1)
-    return replace(rule, gathered=(weights,)) if heads.splits_keys else rule
+    return replace(rule, gathered=(weights,)) if heads.has_split_keys else rule
 
 
 def _flex_backward(
@@ -214,9 +214,9 @@ def _varlen(
     operands = [query, key, value, *_loose(starts_q, starts_k)]
     state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
     rule = make(operands, [out, logsumexp, state], sizes)
-    splits_keys = "t!" not in key
+    has_split_keys = "t!" not in key
     weights = Gathered("t", len(operands) + 1)
-    return replace(rule, gathered=(weights,)) if splits_keys else rule
+    return replace(rule, gathered=(weights,)) if has_split_keys else rule
 
 
 def _varlen_backward(

@@ -121,7 +121,7 @@ def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[
 def _even(ceil: bool) -> MaySplit:
     """Return which windows may be split as halos: with ``ceil`` none that ends before
     its shard's rows do, as a window that begins after the padding would be dropped."""
-    return lambda window: not ceil or window.behind >= 0
+    return lambda window: not ceil or window.overhang >= 0
 
 
 # From the arguments of a pool after its tensors: windows over the last ``k`` dims,
@@ -153,12 +153,12 @@ def _average_windows(
 ) -> _Windows:
     """Return the windows; all windows of a dim must count equally many rows, if it is
     split as halos."""
-    even, alike = _even(ceil), count_padding and not ceil
+    even, has_one_divisor = _even(ceil), count_padding and not ceil
     return (
         windows(kernel, stride, padding, 1, k),
         ceil,
-        lambda w: even(w) and (divisor is not None or w.counts_all(count_padding)),
-        k > 1 or alike,  # in one dim no divisor can be given
+        lambda w: even(w) and (divisor is not None or w.is_counting_all(count_padding)),
+        k > 1 or has_one_divisor,  # in one dim no divisor can be given
     )
 
 
@@ -443,7 +443,7 @@ def _local_average(
 ) -> fx.Node:
     settings = (ceil, count_padding) if k == 1 else (ceil, count_padding, divisor)
     slid = windows(kernel, stride, padding, 1, k)
-    if not _counts_by_place(call, 0, divisor, slid, ceil, count_padding):
+    if not _can_count_by_place(call, 0, divisor, slid, ceil, count_padding):
         return pool(k, 0, call, x, kernel, stride, padding, *settings)
     dtype = x.meta["val"].dtype
     x = call.build.cast(x, torch.promote_types(dtype, torch.float32))
@@ -465,13 +465,13 @@ def _local_average_backward(
     divisor: int | None,
 ) -> fx.Node:
     slid = windows(kernel, stride, padding, 1, k)
-    if _counts_by_place(call, 2, divisor, slid, ceil, count_padding):
+    if _can_count_by_place(call, 2, divisor, slid, ceil, count_padding):
         grad, divisor = _divided(call, grad, 1, 0, slid, count_padding), 1
     settings = kernel, stride, padding, ceil, count_padding, divisor
     return pool_backward(k, call, grad, x, *settings)
 
 
-def _counts_by_place(
+def _can_count_by_place(
     call: LocalCall,
     position: int,
     divisor: int | None,

@@ -96,7 +96,7 @@ def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Ru
     return make([words], [result_words])
 
 
-def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
+def _placed(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
     """Return the rule of a cut's backward: ``grad`` is put somewhere in zeros of this
     shape.
 
@@ -152,9 +152,9 @@ def slice_backward(
         return broadcast(grad)
     rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
     if is_few(rows, shape[dim]):
-        return _spread(grad, shape, dim)
+        return _placed(grad, shape, dim)
     pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
-    return moved([grad], [shape], pieces) or _spread(grad, shape, dim)
+    return moved([grad], [shape], pieces) or _placed(grad, shape, dim)
 
 
 def slice_scatter(
@@ -173,14 +173,14 @@ def slice_scatter(
         rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
         if rule is not None:
             return rule
-    spread = into(x, _spread(source, x.shape, dim))
-    return _open(spread, x, dim) if step == 1 else spread
+    put_rule = into(x, _placed(source, x.shape, dim))
+    return _open(put_rule, x, dim) if step == 1 else put_rule
 
 
-def into(x: torch.Tensor, spread: Rule) -> Rule:
+def into(x: torch.Tensor, put_rule: Rule) -> Rule:
     """Return the rule that puts the operand into ``x``, its first operand, where
-    ``spread`` puts it into zeros."""
-    return replace(spread, operands=spread.results + spread.operands)
+    ``put_rule`` puts it into zeros."""
+    return replace(put_rule, operands=put_rule.results + put_rule.operands)
 
 
 def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
@@ -193,11 +193,11 @@ def select(x: torch.Tensor, dim: int, index: int) -> Rule:
 
 
 def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
-    return _spread(grad, shape, dim, added=True)
+    return _placed(grad, shape, dim, added=True)
 
 
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
-    return _open(into(x, _spread(source, x.shape, dim, added=True)), x, dim)
+    return _open(into(x, _placed(source, x.shape, dim, added=True)), x, dim)
 
 
 def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:

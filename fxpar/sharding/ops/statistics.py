@@ -32,8 +32,8 @@ def _counted(
     ends, equal on every rank."""
     words = [w if adds or w == "_" else f"{w}!" for w in points]
     weights = [words[: weight.ndim]] if weight is not None else []
-    alike = [f"~{w.rstrip('!')}" for w in words if w != "_"]
-    results = [["_"] * counts] * bool(counts) + [["_", *alike]] * ends
+    unreduced = [f"~{w.rstrip('!')}" for w in words if w != "_"]
+    results = [["_"] * counts] * bool(counts) + [["_", *unreduced]] * ends
     return make([words, *[["_"]] * edges, *weights], results)
 
 

@@ -396,7 +396,7 @@ def _local_as_strided_scatter(
     if views.as_strided_scatter(*global_args) is None:
         first = _from_start(call, offset)
         _refuse_beyond(call, shape, stride, first)
-        return call.same(_laid_out(call, x), source, shape, stride, first)
+        return call.same(_with_global_strides(call, x), source, shape, stride, first)
     del global_args[1]
     if views.is_reshape(*global_args):
         return build.call(aten.reshape.default, source, list(call.local_shape()))
@@ -420,7 +420,7 @@ def _by_strides(
     """Return any other use of strides, on the whole tensor."""
     first = _from_start(call, offset)
     _refuse_beyond(call, shape, stride, first)
-    return call.same(_laid_out(call, x), shape, stride, first)
+    return call.same(_with_global_strides(call, x), shape, stride, first)
 
 
 def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None:
@@ -442,7 +442,7 @@ def _from_start(call: LocalCall, offset: int | None) -> int:
     return 0 if offset is None else offset - first
 
 
-def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
+def _with_global_strides(call: LocalCall, x: fx.Node) -> fx.Node:
     """Return a whole tensor with the strides that it has in the global graph."""
     global_x, build = call.node.args[0].meta["val"], call.build
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))

@@ -36,7 +36,7 @@ class SlidingWindow:
         return (self.kernel, self.stride, self.padding) == (1, 1, 0)
 
     @property
-    def behind(self) -> int:
+    def overhang(self) -> int:
         """Return the rows that the last window of a shard reaches beyond the shard;
         negative where the last windows that start within the shard end before it
         does."""
@@ -60,12 +60,12 @@ class SlidingWindow:
 
     def fits(self, many: int, few: int) -> bool:
         """Return whether shards of rows and shards of windows match."""
-        return few * self.stride == many and -self.behind < self.stride
+        return few * self.stride == many and -self.overhang < self.stride
 
-    def counts_all(self, padding: bool) -> bool:
+    def is_counting_all(self, padding: bool) -> bool:
         """Return whether every window of a dim that it fits counts all its rows.
         ``padding``: whether rows of the padding are counted."""
-        return self.behind <= self.padding * padding and (padding or not self.padding)
+        return self.overhang <= self.padding * padding and (padding or not self.padding)
 
 
 def each(numbers: int | Sequence[int], k: int) -> list[int]:
@@ -109,9 +109,9 @@ class SpatialDims:
     @property
     def free(self) -> frozenset[str]:
         """Return the factors that an axis may split, but only into equal shards."""
-        apart = {self.few[w.dim] for w in self.read if w.reach is not None}
+        read_words = {self.few[w.dim] for w in self.read if w.reach is not None}
         free = frozenset(word for word in self.few if not word.endswith("!"))
-        return free - apart - self.plain
+        return free - read_words - self.plain
 
     def windows(self, position: int, first: int) -> tuple[RowWindow, ...]:
         """Return the windows of a tensor that has rows, whose spatial dims start at
@@ -137,8 +137,8 @@ def spatial_dims(
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         word = f"o{d}"
         fits = window.fits(int(n), int(count)) and may(window)
-        ends = window.padding, max(0, window.behind)
-        if sliding and _may_slide(window, n, count):
+        ends = window.padding, max(0, window.overhang)
+        if sliding and _can_slide(window, n, count):
             many_words.append(word)
             few_words.append(word)
             halo = ends if fits else None
@@ -155,10 +155,10 @@ def spatial_dims(
     return SpatialDims(many_words, few_words, tuple(sizes), tuple(read), plain)
 
 
-def _may_slide(window: SlidingWindow, rows: int, count: int) -> bool:
+def _can_slide(window: SlidingWindow, rows: int, count: int) -> bool:
     """Return whether ranks may read windows of a dim of ``rows`` rows."""
-    is_told = isinstance(rows, int) and isinstance(count, int)
-    return is_told and count > 1 and not window.is_row
+    is_known = isinstance(rows, int) and isinstance(count, int)
+    return is_known and count > 1 and not window.is_row
 
 
 def sliding_rule(

@@ -23,7 +23,7 @@ from fxpar.sharding.cost.program_kernels import Work, seconds, work_alone
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
+from fxpar.sharding.propagate.at_rest import can_rest_as_read, derived, resting
 from fxpar.sharding.propagate.propagation_state import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.shift_messages import messages_of
@@ -41,7 +41,7 @@ def choose(
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
     # A value that is fed, or made, in the layout in which it is read needs no reshard.
-    open_ = constants_of(program) | may_lie_as_read(program, state)
+    open_ = constants_of(program) | can_rest_as_read(program, state)
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -52,14 +52,14 @@ def choose(
         ]
         batch = frozenset((i, axis) for i, axis, origin in origins if origin.batch)
         experts = frozenset((i, axis) for i, axis, origin in origins if origin.experts)
-        rests = tuple(v in weights for v in op.operands)
+        stored = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, lie, batch, experts, rests, free, op.target, messages_of(op))
+        key = (op.rule, lie, batch, experts, stored, free, op.target, messages_of(op))
         if key not in cache:
             conventional = (experts, batch)
             choice = _Choice(
-                program, op, specs, conventional, rests, free, mesh, hardware
+                program, op, specs, conventional, stored, free, mesh, hardware
             )
             cache[key] = choice.strategy()
         out.append(cache[key])
@@ -75,7 +75,7 @@ class _Choice:
         op: Op,
         specs: list[Spec],
         fixed: tuple[frozenset[tuple[int, str]], ...],
-        rests: tuple[bool, ...],
+        stored: tuple[bool, ...],
         free: tuple[bool, ...],
         mesh: Mesh,
         hardware: Hardware,
@@ -94,7 +94,7 @@ class _Choice:
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
             spec.without(batch - experts) if ours else spec
-            for spec, ours in zip(self.specs, rests, strict=False)
+            for spec, ours in zip(self.specs, stored, strict=False)
         ]
 
     @cached_property
@@ -107,7 +107,7 @@ class _Choice:
             return Strategy(self.op.rule.pinned)
         if all(len(factors) == 1 for factors in options.values()):
             single = self._build({a: factors[0] for a, factors in options.items()})
-            if single is not None and self._agrees(single):
+            if single is not None and self._is_without_reshards(single):
                 return single
         best = self._best({a: (*factors, None) for a, factors in options.items()})
         return best if best is not None else Strategy(self.op.rule.pinned)
@@ -156,7 +156,7 @@ class _Choice:
             return None
         return Strategy(tuple(axes_of.items()))
 
-    def _agrees(self, strategy: Strategy) -> bool:
+    def _is_without_reshards(self, strategy: Strategy) -> bool:
         """Return whether no tensor needs resharding, other than reducing a partial
         result."""
         rule, n = self.op.rule, len(self.op.operands)
@@ -205,9 +205,9 @@ class _Choice:
                 self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize
             )
         for i, v in enumerate(op.results):
-            made_spec = result_spec(op.rule, strategy, i)
+            raw_spec = result_spec(op.rule, strategy, i)
             total += price(
-                made_spec,
+                raw_spec,
                 self.specs[n + i],
                 mesh,
                 values[v].shape,

@@ -44,7 +44,7 @@ def at_rest(
     closed: Sequence[bool] = (),
     decided: Collection[str] = (),
     *,
-    alike: bool = False,
+    even: bool = False,
 ) -> Spec:
     """Return the spec at rest of a parameter of ``shape``.
 
@@ -53,7 +53,7 @@ def at_rest(
     that they divide, else as many as fit. A matrix with no dim that they divide is cut
     into chunks along the dim of least loss, if it has a row for each rank; else it
     stays whole, as a vector does. An axis for experts first splits dim 0 of stacked
-    matrices. ``alike``: all shards must be equal, as stages need them.
+    matrices. ``even``: all shards must be equal, as stages need them.
     """
     ndim = len(shape)
     dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
@@ -77,7 +77,7 @@ def at_rest(
     ]
     # The more shards the better, else batch axes: those are gathered anyway.
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
-    for fits in (shard_sizes.is_even, _has_chunks)[: 1 + (ndim > 1 and not alike)]:
+    for fits in (shard_sizes.is_even, _has_chunks)[: 1 + (ndim > 1 and not even)]:
         for axes in choices:
             axes = axes if fits is shard_sizes.is_even else mesh.ordered(axes)
             splits = {d: (*dim_axes[d], *axes) for d in range(ndim) if not shut[d]}
@@ -92,7 +92,7 @@ def at_rest(
 def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
     """Return whether axes cut a dim as DTensor's ``Shard`` does, with no empty
     shard."""
-    chunks = shard_sizes.are_chunks(rows, mesh, axes)
+    chunks = shard_sizes.is_in_chunks(rows, mesh, axes)
     return chunks and shard_sizes.smallest(rows, mesh, axes) > 0
 
 
@@ -102,28 +102,28 @@ def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
     microbatches or open sizes. ``arguments``: the arguments of ``at_rest`` for each
     parameter."""
     sizes = [math.prod(shape) for shape, *_ in arguments]
-    cut = [at_rest(*args) != at_rest(*args, alike=True) for args in arguments]
+    cut = [at_rest(*args) != at_rest(*args, even=True) for args in arguments]
     return FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
     """Give parameters, and values made of them alone, the axes they have at rest."""
     program, signature = engine.program, engine.program.signature
-    rests, parameters = [], resting(program)
+    seeds, parameters = [], resting(program)
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
-        if v in parameters and declared.rest is not None:
-            rests.append((v, declared.rest, f"{declared.name} at rest"))
+        if v in parameters and declared.at_rest is not None:
+            seeds.append((v, declared.at_rest, f"{declared.name} at rest"))
     gradients = set()
     for out, v in zip(signature.outputs, program.outputs, strict=True):
-        if v is not None and out.kind == "gradient" and out.rest is not None:
+        if v is not None and out.kind == "gradient" and out.at_rest is not None:
             gradients.add(v)
-            rests.append((v, out.rest, f"gradient of {out.name} at rest"))
-    if rests:
+            seeds.append((v, out.at_rest, f"gradient of {out.name} at rest"))
+    if seeds:
         among = derived(program, parameters) | alone(program, gradients)
-        engine.extend(rests, among)
+        engine.extend(seeds, among)
 
 
-def may_lie_as_read(program: Program, state: State) -> set[int]:
+def can_rest_as_read(program: Program, state: State) -> set[int]:
     """Return inputs whose layout the plan chooses, that have one reader and no
     gradient, and whose axes, if any, came from there: no seed contradicts the spec that
     reader needs."""
@@ -135,7 +135,7 @@ def may_lie_as_read(program: Program, state: State) -> set[int]:
         for k, (declared, v) in pairs
         if v is not None
         and declared.kind == "input"
-        and declared.rest is None
+        and declared.at_rest is None
         and declared.use is None
         and k not in of
         and len(program.uses[v]) == 1
@@ -224,13 +224,13 @@ def gathered_again(program: Program) -> set[int]:
     (FSDP2 keeps the parameters of its root gathered for this reason).
     """
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
-    free = {v for x, v in pairs if x.kind == "parameter" and x.rest is None}
-    rests = resting(program) | {v for v in free if v is not None}
-    if not rests:
+    free = {v for x, v in pairs if x.kind == "parameter" and x.at_rest is None}
+    stored = resting(program) | {v for v in free if v is not None}
+    if not stored:
         return set()
-    parameter_values, backward = derived(program, rests), program.backward
-    large = {v for v in rests if len(program.values[v].shape) > 1} or rests
-    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in rests}
+    parameter_values, backward = derived(program, stored), program.backward
+    large = {v for v in stored if len(program.values[v].shape) > 1} or stored
+    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in stored}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
     for op in program.ops:

@@ -23,7 +23,7 @@ from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.program import Op, Program, Value
 from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.propagate.propagation_state import FIRST, Seed
-from fxpar.sharding.shard_sizes import idle, is_even, may_split
+from fxpar.sharding.shard_sizes import can_split, idle, is_even
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 EXPERTS = ("ep", "expert", "experts")
@@ -100,7 +100,7 @@ def sequence_seeds(
     seeds = []
     for v in sequence_inputs(program):
         value = program.values[v]
-        if not may_split(value.shape[1], mesh, axes, even=program.even):
+        if not can_split(value.shape[1], mesh, axes, even=program.even):
             notes.append(
                 f"sequence dim of {value.name} ({value.shape[1]}) is not split over "
                 f"{'+'.join(axes)}, whose ranks repeat the same work"
@@ -137,7 +137,7 @@ def batch_seeds(
         fit: list[str] = []
         for axis in axes:
             split = (*fit, axis)
-            if not may_split(value.shape[0], mesh, split, even=program.even):
+            if not can_split(value.shape[0], mesh, split, even=program.even):
                 notes.append(
                     f"batch dim of {value.name} ({value.shape[0]}) is not split over "
                     f"{'+'.join([*fit, axis])}: {axis} is left off and its ranks "
@@ -264,7 +264,7 @@ def _column_seed(
     def is_split_evenly(factor: str) -> bool:
         return is_even(rule.size[factor], engine.mesh, axes)
 
-    def keeps_heads(factor: str) -> bool:
+    def has_whole_heads(factor: str) -> bool:
         heads = heads_of(program, op, factor, roots)
         return axes == parts if heads is None else is_even(heads, engine.mesh, axes)
 
@@ -274,9 +274,9 @@ def _column_seed(
         if dim
         and dim[0] in rule.free
         and dim[0] not in rule.contracted
-        and _pays(rule.size[dim[0]], dim, engine.mesh, axes, even=program.even)
+        and _is_worthwhile(rule.size[dim[0]], dim, engine.mesh, axes, even=program.even)
         and not state.dims[v][d]
-        and (len(parts) == 1 or keeps_heads(dim[0]))
+        and (len(parts) == 1 or has_whole_heads(dim[0]))
     ]
 
     def order(column: tuple[int, str]) -> tuple[bool, bool]:
@@ -304,7 +304,7 @@ def _column_seed(
 _IDLE = 0.2
 
 
-def _pays(
+def _is_worthwhile(
     rows: int, dim: tuple[str, ...], mesh: Mesh, axes: Axes, *, even: bool
 ) -> bool:
     """Return whether axes split a weight along a factor of ``rows`` rows: evenly, or
@@ -312,7 +312,7 @@ def _pays(
     if is_even(rows, mesh, axes):
         return True
     small = idle(rows, mesh, axes) < _IDLE
-    return len(dim) == 1 and small and may_split(rows, mesh, axes, even=even)
+    return len(dim) == 1 and small and can_split(rows, mesh, axes, even=even)
 
 
 def heads_of(
@@ -353,7 +353,7 @@ def _is_residual(
     rows = reductions = 0
     seen: set[tuple[int, int]] = set()
     for reader, major, _ in _readers(program, op, factor, seen):
-        if _ends_at(reader, major):
+        if _is_end_of(reader, major):
             with_weight = any(u in roots for u in reader.operands)
             rows += with_weight
             reductions += not with_weight
@@ -364,12 +364,12 @@ def _is_cut(program: Program, op: Op, factor: str) -> bool:
     """Return whether an op of one operand cuts the dim that ``factor`` makes of an op's
     result, or sums over it."""
     return any(
-        len(reader.operands) == 1 and _ends_at(reader, major)
+        len(reader.operands) == 1 and _is_end_of(reader, major)
         for reader, major, _ in _readers(program, op, factor, set())
     )
 
 
-def _ends_at(reader: Op, factor: str) -> bool:
+def _is_end_of(reader: Op, factor: str) -> bool:
     """Return whether an op sums over a factor, or needs it whole."""
     return factor in reader.rule.contracted or factor in reader.rule.whole
 
@@ -401,7 +401,7 @@ def _readers(
             if not major or tangents & set(reader.operands):
                 continue
             yield reader, major[0], rows
-            if _ends_at(reader, major[0]):
+            if _is_end_of(reader, major[0]):
                 continue
             for dims, u in zip(reader.rule.results, reader.results, strict=True):
                 for e, dim in enumerate(dims):

@@ -16,7 +16,7 @@ from fxpar.sharding.propagate.conventions import EXPERT_MM
 from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.propagate.propagation_state import Seed
 from fxpar.sharding.reshard.route import price
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.strategy import Strategy, operand_spec
 
 
@@ -31,7 +31,7 @@ def seed_rows(engine: Propagation, axes: Axes, mesh: Mesh, hardware: Hardware) -
         value, rows = program.values[v], op.rule.operands[0][0]
         if len(rows) != 1 or not state.origins[v].keys().isdisjoint(axes):
             continue
-        if not may_split(value.shape[0], mesh, axes, even=program.even):
+        if not can_split(value.shape[0], mesh, axes, even=program.even):
             continue
         split, work = Strategy(((rows[0], axes),)), work_alone(op, program.values)
         whole, part = (

@@ -23,7 +23,7 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
     Strategy,
-    expressible,
+    is_expressible,
     operand_spec,
     project,
     result_spec,
@@ -50,13 +50,13 @@ def gather_before_views(
         if len(reads) != 1 or result in outputs:
             continue
         (need,) = reads
-        made_spec = result_spec(op.rule, strategies[op.index], 0)
+        raw_spec = result_spec(op.rule, strategies[op.index], 0)
         axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
         gathered = Strategy((*op.rule.pinned, *axes_of.items()))
         if (
-            set(need.sharded_axes) < set(made_spec.sharded_axes)
+            set(need.sharded_axes) < set(raw_spec.sharded_axes)
             and result_spec(op.rule, gathered, 0) == need
-            and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
+            and is_expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
             strategies[op.index], settled[result] = gathered, need
 
@@ -101,17 +101,17 @@ def gather_before_growth(
 
     for op in reversed(program.ops):
         strategy, rule = strategies[op.index], op.rule
-        if len(op.results) != 1 or strategy.passes or not _grows(program, op):
+        if len(op.results) != 1 or strategy.passes or not _is_larger(program, op):
             continue
         (v,) = op.results
-        made_spec = result_spec(rule, strategy, 0)
+        raw_spec = result_spec(rule, strategy, 0)
         views, need = _wanted(program, strategies, v, mesh)
-        if need is None or not {*need.axes} < {*made_spec.axes} or made_spec.partial:
+        if need is None or not {*need.axes} < {*raw_spec.axes} or raw_spec.partial:
             continue
         axes_of = project(rule.results[0], need, rule.size, mesh)
         other = Strategy((*rule.pinned, *axes_of.items()))
         if result_spec(rule, other, 0) != need or not all(
-            expressible(dims, axes_of, rule.size, mesh) for dims in rule.operands
+            is_expressible(dims, axes_of, rule.size, mesh) for dims in rule.operands
         ):
             continue
         gather = 0.0
@@ -124,13 +124,13 @@ def gather_before_growth(
             program_kernels.seconds(op, work, s, mesh, hardware)
             for s in (strategy, other)
         )
-        if gather + then - now < seconds(v, made_spec, need):
+        if gather + then - now < seconds(v, raw_spec, need):
             strategies[op.index], settled[v] = other, need
             for view, view_strategy, _, spec in views:
                 strategies[view.index], settled[view.results[0]] = view_strategy, spec
 
 
-def _grows(program: Program, op: Op) -> bool:
+def _is_larger(program: Program, op: Op) -> bool:
     """Return whether the result of an op has more bytes than its computed operands."""
     values = program.values
     read = sum(values[v].nbytes for v in op.operands if v in program.producers)
@@ -192,7 +192,7 @@ def _views_read(
         axes_of = project(rule.results[0], need, rule.size, mesh)
         strategy = Strategy((*rule.pinned, *axes_of.items()))
         source = operand_spec(rule, strategy, 0)
-        if result_spec(rule, strategy, 0) != need or not expressible(
+        if result_spec(rule, strategy, 0) != need or not is_expressible(
             rule.operands[0], axes_of, rule.size, mesh
         ):
             return []

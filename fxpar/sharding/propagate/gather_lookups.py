@@ -74,9 +74,9 @@ def _lookups(program: Program, strategies: Sequence[Strategy], mesh: Mesh) -> li
         for op in program.ops
         if op_facts_of(op.target).gathers
         and op.operands[0] not in parameters
-        and _makes_more(program, op, op.operands[:1])
+        and _has_more_elements(program, op, op.operands[:1])
         and strategies[op.index] != _whole(op, strategies[op.index])
-        and _takes_longer(program, op, strategies[op.index], mesh)
+        and _is_slower(program, op, strategies[op.index], mesh)
     ]
 
 
@@ -97,7 +97,7 @@ def _products(
         if not is_product or op_facts_of(op.target).gathers:
             continue
         whole = _whole(op, strategy)
-        if whole == strategy or not _makes_more(program, op, op.operands):
+        if whole == strategy or not _has_more_elements(program, op, op.operands):
             continue
         contracted = {*strategy.factors} - {*whole.factors}
         axes = [axis for _, split in contracted for axis in split]
@@ -110,12 +110,12 @@ def _products(
             program_kernels.seconds(op, work, each, mesh, hardware)
             for each in (whole, strategy)
         )
-        if _takes_longer(program, op, strategy, mesh, after - before):
+        if _is_slower(program, op, strategy, mesh, after - before):
             products[op.index] = after - before
     return products
 
 
-def _makes_more(program: Program, op: Op, than: Sequence[int]) -> bool:
+def _has_more_elements(program: Program, op: Op, than: Sequence[int]) -> bool:
     """Return whether the result of an op has more elements than the values ``than``; a
     smaller sum may share a message with others, so that its latency says nothing."""
     values = program.values
@@ -164,7 +164,7 @@ def _whole(op: Op, strategy: Strategy) -> Strategy:
     return Strategy(factors, strategy.passes)
 
 
-def _takes_longer(
+def _is_slower(
     program: Program, op: Op, strategy: Strategy, mesh: Mesh, more: float = 0.0
 ) -> bool:
     """Return whether reducing the result of ``op`` takes longer than gathering its
@@ -179,8 +179,8 @@ def _takes_longer(
         seconds(v, *(operand_spec(op.rule, s, i) for s in (strategy, whole)))
         for i, v in enumerate(op.operands)
     )
-    made_spec, reduced = (result_spec(op.rule, s, 0) for s in (strategy, whole))
-    return gather + more < seconds(op.results[0], made_spec, reduced)
+    raw_spec, reduced = (result_spec(op.rule, s, 0) for s in (strategy, whole))
+    return gather + more < seconds(op.results[0], raw_spec, reduced)
 
 
 def _seconds(program: Program, settled: Settled, mesh: Mesh) -> float:

@@ -70,12 +70,12 @@ def place_reductions(
         partial = partials.get(v)
         if partial:
             op_index, i = program.producers[v]
-            made_spec = result_spec(
+            raw_spec = result_spec(
                 program.ops[op_index].rule, passing_strategies[op_index], i
             )
             keep = {axis for axis, _ in partial}
-            reduced = [p for p in made_spec.partial if p[0] not in keep]
-            spec = Spec.of(made_spec.dims, partial)
+            reduced = [p for p in raw_spec.partial if p[0] not in keep]
+            spec = Spec.of(raw_spec.dims, partial)
             if reduced:
                 spec = _reduced_into(spec, state.spec(v), {a for a, _ in reduced})
             settled.append(spec)
@@ -150,9 +150,9 @@ def _cuts(
         region = _grow(program, strategies, mesh, axis, reduction)
         if region.via:
             prices = {
-                v: _price(program, state, v, mesh, axis, beside)
+                v: _price(program, state, v, mesh, axis, also)
                 for v in region.member
-                for beside in [_reduced_beside(program, strategies, v, axis, partials)]
+                for also in [_earlier_parts(program, strategies, v, axis, partials)]
             }
             yield reduction, _cut(program, axis, region, prices)
 
@@ -170,9 +170,9 @@ def _grow(
         if reduction == "sum" and op.is_zero:
             region.zeros.update(op.results)
             continue
-        made_specs = [result_spec(op.rule, strategy, r) for r in range(len(op.results))]
-        if any(axis in spec.partial_axes for spec in made_specs):
-            for v, spec in zip(op.results, made_specs, strict=True):
+        raw_specs = [result_spec(op.rule, strategy, r) for r in range(len(op.results))]
+        if any(axis in spec.partial_axes for spec in raw_specs):
+            for v, spec in zip(op.results, raw_specs, strict=True):
                 if (axis, reduction) in spec.partial:
                     region.sources.add(v)
                     region.member.add(v)
@@ -216,12 +216,12 @@ def _passable(
             if i not in passage.operands
         ):
             continue
-        if _possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh):
+        if _is_possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh):
             return p
     return None
 
 
-def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
+def _is_possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether all tensors can be laid out by the strategy: without the passing
     axis a minor factor may no longer be contiguous, and reductions of two kinds do not
     commute."""
@@ -233,7 +233,7 @@ def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     return len(kinds) == 1 and fits(rule, strategy.axes_of, mesh)
 
 
-def _reduced_beside(
+def _earlier_parts(
     program: Program,
     strategies: Sequence[Strategy],
     v: int,
@@ -246,10 +246,10 @@ def _reduced_beside(
     if place is None or v not in program.producers:
         return []
     op, i = program.producers[v]
-    made_spec = result_spec(program.ops[op].rule, strategies[op], i)
+    raw_spec = result_spec(program.ops[op].rule, strategies[op], i)
     return [
         part
-        for part, reduction in made_spec.partial
+        for part, reduction in raw_spec.partial
         if reduction == "sum"
         and axis_of(part) == place[0]
         and (split_name(part) or place) < place
@@ -334,11 +334,11 @@ def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
     axis."""
     signature = program.signature
 
-    def may_be_partial(out: Output) -> bool:
-        return out.rest is not None and (axis, "sum") in out.rest.partial
+    def can_be_partial(out: Output) -> bool:
+        return out.at_rest is not None and (axis, "sum") in out.at_rest.partial
 
     declared = zip(signature.outputs, program.outputs, strict=True)
-    return {v for out, v in declared if not may_be_partial(out)}
+    return {v for out, v in declared if not can_be_partial(out)}
 
 
 def _passing(program: Program, region: _Region, reached: Collection[_Node]) -> _Passing:
@@ -362,10 +362,10 @@ def _price(
     v: int,
     mesh: Mesh,
     axis: str,
-    beside: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> int:
     """Return the ticks to reduce value ``v`` over ``axis`` into the spec it was given,
-    in addition to the axes ``beside``, over which it is reduced in any case."""
+    in addition to the axes ``also``, over which it is reduced in any case."""
 
     def ticks(axes: Sequence[str]) -> int:
         value, target = program.values[v], state.spec(v)
@@ -374,4 +374,4 @@ def _price(
         seconds = price(source, target, mesh, value.shape, value.dtype.itemsize)
         return round(seconds * _TICKS)
 
-    return max(0, ticks([axis, *beside]) - (ticks(beside) if beside else 0))
+    return max(0, ticks([axis, *also]) - (ticks(also) if also else 0))

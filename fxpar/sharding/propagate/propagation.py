@@ -36,9 +36,9 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
-from fxpar.sharding.shard_sizes import is_even, may_split
+from fxpar.sharding.shard_sizes import can_split, is_even
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import expressible, project
+from fxpar.sharding.strategy import is_expressible, project
 
 LEVELS = 5
 PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
@@ -134,13 +134,13 @@ class Propagation:
             if turn == priority and (v, d) in self._held:
                 state.dims[v][d], state.closed[v][d] = self._held.pop((v, d))
 
-    def extend(self, rests: Iterable[tuple[int, Spec, str]], among: set[int]) -> None:
+    def extend(self, seeds: Iterable[tuple[int, Spec, str]], among: set[int]) -> None:
         """Append to each value the axes that its spec has after those it got, and
-        propagate them ``among`` some values only. ``rests``: (value, spec, origin)."""
+        propagate them ``among`` some values only. ``seeds``: (value, spec, origin)."""
         active, self.state.active = self.state.active, [False] * len(self.state.active)
         for v in among:
             self.state.active[v] = active[v]
-        for v, spec, origin in rests:
+        for v, spec, origin in seeds:
             for d, axes in enumerate(spec.dims):
                 have = self.state.dims[v][d]
                 extra = axes[len(have) :] if axes[: len(have)] == have else ()
@@ -237,7 +237,7 @@ class Propagation:
             size = self.program.values[v].shape[d]
             origin = state.origins[source][axis]
             split = (*state.dims[v][d], axis)
-            if not may_split(size, self.mesh, split, even=self.program.even):
+            if not can_split(size, self.mesh, split, even=self.program.even):
                 self._cannot_split(v, d, axis, origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
@@ -266,7 +266,7 @@ class Propagation:
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
             project(dims, state.dims[v], rule.size, self.mesh, even=rule.even_factors)
-            if self._passes(op, i) and state.origins[v]
+            if self._is_passing(op, i) and state.origins[v]
             else {}
             for i, (dims, v) in enumerate(zip(rule.tensors, tensors, strict=True))
         ]
@@ -276,7 +276,7 @@ class Propagation:
         if not agreed:
             return
         for i, v in enumerate(tensors):
-            if not self._passes(op, i):
+            if not self._is_passing(op, i):
                 continue
             changed = False
             for factor, (axes, source) in self._claimed(
@@ -286,7 +286,7 @@ class Propagation:
             if changed:
                 self._changed(v)
 
-    def _passes(self, op: Op, i: int) -> bool:
+    def _is_passing(self, op: Op, i: int) -> bool:
         """Return whether axes pass between an op and its tensor ``i``."""
         v = op.tensors[i]
         read = i < len(op.operands)
@@ -299,7 +299,7 @@ class Propagation:
         pairs = zip(rule.operands[0], state.dims[source], strict=True)
         whole_axes = [a for dim, axes in pairs if rule.whole & {*dim} for a in axes]
         others = [f for f in rule.free if f not in rule.contracted | rule.exchanged]
-        for axis in whole_axes if self._passes(op, 0) else ():
+        for axis in whole_axes if self._is_passing(op, 0) else ():
             for v, dims in zip(op.results, rule.results, strict=True):
                 fit = [
                     (rule.size[dim[0]], d)
@@ -321,7 +321,7 @@ class Propagation:
         for i, (dims, v, view) in enumerate(
             zip(op.rule.tensors, op.tensors, views, strict=True)
         ):
-            if not self._passes(op, i) or not (view or self.state.origins[v]):
+            if not self._is_passing(op, i) or not (view or self.state.origins[v]):
                 continue
             for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
                 dealt = sum(len(view.get(factor, ())) for factor in dim)
@@ -417,7 +417,7 @@ class Propagation:
         """Add axes to a factor of tensor ``i`` if its dim can express them."""
         v, dims = op.tensors[i], op.rule.tensors[i]
         d = next(d for d, dim in enumerate(dims) if factor in dim)
-        if not self._at_minor_end(op, dims, d, factor, v, view):
+        if not self._is_at_minor_end(op, dims, d, factor, v, view):
             origin = self.state.origins[op.tensors[source]][axes[0]]
             if origin.batch:
                 self._cannot_split(v, d, axes[0], origin)
@@ -426,9 +426,9 @@ class Propagation:
         for axis in axes:
             split = {**view, factor: (*have, *fit, axis)}
             size, even = op.rule.size, op.rule.even_factors
-            if not may_split(
+            if not can_split(
                 size[factor], self.mesh, split[factor], even=self.program.even
-            ) or not expressible((dims[d],), split, size, self.mesh, even=even):
+            ) or not is_expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
                 self._cannot_split(v, d, axis, origin)
                 break
@@ -439,7 +439,7 @@ class Propagation:
         view[factor] = view.get(factor, ()) + tuple(fit)
         return True
 
-    def _at_minor_end(
+    def _is_at_minor_end(
         self,
         op: Op,
         dims: Dims,

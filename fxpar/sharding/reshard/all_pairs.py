@@ -52,7 +52,7 @@ Hop = tuple[int, int, float, Move]
 # (kind, axes, for each dim it names whether it comes after the front)
 _Priced = tuple[str, Tokens, tuple[bool, ...]]
 # Axes of a spec, shards of each dim, axes of each dim.
-_Spread = tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]
+_SplitSpec = tuple[frozenset[str], tuple[int, ...], tuple[Axes, ...]]
 
 
 def matrix(
@@ -105,7 +105,7 @@ class _Ends:
     kinds: tuple[frozenset[str], ...]
     # (index, (axes, shards of each dim, axes of each dim)) of each spec that splits
     # several dims and has nothing partial.
-    spread: tuple[tuple[int, _Spread], ...]
+    split_specs: tuple[tuple[int, _SplitSpec], ...]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -119,7 +119,7 @@ def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
         np.array([place.get(_node(s.without_partial(), mesh), -1) for s in specs], int),
         np.array([uneven or not s.is_even(mesh, shape) for s in specs], bool),
         tuple(frozenset(_kinds(s)) for s in specs),
-        tuple(_spread(specs, mesh)),
+        tuple(_split_specs(specs, mesh)),
     )
 
 
@@ -135,11 +135,11 @@ def _between_light(
     """Return ``_closure`` for rows and columns where the copy before the first move, or
     the one after the last, is part of another kernel."""
     every = _closure(mesh, room, nbytes, first)
-    before, behind = alone
+    before, after = alone
     from_here = every[rows]
     if not before:
         from_here = _sums(_hops(mesh, room, nbytes, first, (False, True))[rows], every)
-    if behind:
+    if after:
         return from_here[:, columns]
     last = _hops(mesh, room, nbytes, first, (True, False))[:, columns]
     direct = _hops(mesh, room, nbytes, first, alone)[np.ix_(rows, columns)]
@@ -158,16 +158,16 @@ def _swaps(begin: _Ends, end: _Ends) -> np.ndarray:
     """Return for which pairs axes of unlike sizes of two dims change places. That is
     cheapest in pieces of axes, which are no nodes of the graph."""
     out = np.zeros((len(begin.kinds), len(end.kinds)), bool)
-    for i, (axes, shards, dims) in begin.spread:
-        for j, (others, other_shards, other_dims) in end.spread:
+    for i, (axes, shards, dims) in begin.split_specs:
+        for j, (others, other_shards, other_dims) in end.split_specs:
             if axes == others and shards != other_shards:
                 changed = sum(a != b for a, b in zip(dims, other_dims, strict=True))
                 out[i, j] = changed == 2
     return out
 
 
-def _spread(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _Spread]]:
-    """Yield the entries of ``_Ends.spread``."""
+def _split_specs(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _SplitSpec]]:
+    """Yield the entries of ``_Ends.split_specs``."""
     for i, spec in enumerate(specs):
         shards = tuple(mesh.count(dim) for dim in spec.dims)
         if not spec.partial and math.prod(shards) != max(shards, default=1):
@@ -202,17 +202,17 @@ def path(
     nbytes = float(math.prod(shape) * itemsize)
     first = front(shape)
     cost = _closure(mesh, room, nbytes, first)
-    behind = [d > first for d in range(len(shape))]
+    inner = [d > first for d in range(len(shape))]
     if not np.isfinite(cost[node, end]):
         return None
-    out, behind_us = list[Step](), set[int]()
+    out, visited = list[Step](), set[int]()
     while node != end:
         best = None
-        behind_us.add(node)  # links that cost nothing lead round in circles
+        visited.add(node)  # links that cost nothing lead round in circles
         for _, to, share, move in _leaving(mesh, len(shape))[node]:
-            if to in behind_us:
+            if to in visited:
                 continue
-            spent = seconds(move, mesh, nbytes * share, behind)
+            spent = seconds(move, mesh, nbytes * share, inner)
             total = spent + cost[to, end] if np.isfinite(cost[node, to]) else math.inf
             rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
@@ -301,9 +301,9 @@ class _Anywhere:
 
     def __init__(self, mesh: Mesh, ndim: int) -> None:
         self.axes = tuple(_axes(mesh).values())
-        self.alike: dict[tuple, list[Dims]] = {}
+        self.peers: dict[tuple, list[Dims]] = {}
         for dims, pending in _nodes(mesh, ndim):
-            self.alike.setdefault((tuple(map(count, dims)), pending), []).append(dims)
+            self.peers.setdefault((tuple(map(count, dims)), pending), []).append(dims)
 
     def reduced(self, op: str, pending: Pending) -> Iterator[Tokens]:
         """Yield every set of axes."""
@@ -330,7 +330,7 @@ class _Anywhere:
 
     def arranged(self, dims: Dims, pending: Pending) -> Iterator[Dims]:
         """Yield every other layout of equal local shape."""
-        for other in self.alike[tuple(map(count, dims)), pending]:
+        for other in self.peers[tuple(map(count, dims)), pending]:
             if other != dims:
                 yield other
 

@@ -51,9 +51,9 @@ def joined(tokens: Sequence[Token]) -> Tokens:
 def cut(token: Token, size: int) -> tuple[Token, Token | None]:
     """Return the major part of that size, and the remaining part (None if there is
     none)."""
-    axis, above, n = token
-    rest = (axis, above * size, n // size) if n > size else None
-    return (axis, above, size), rest
+    axis, major, n = token
+    rest = (axis, major * size, n // size) if n > size else None
+    return (axis, major, size), rest
 
 
 def agree(have: Tokens, want: Tokens) -> int:
@@ -84,12 +84,12 @@ def _subtract(token: Token, covered: Sequence[Token]) -> list[Token]:
     those that another way of cutting the axis makes inexpressible."""
     axis, at, n = token
     end, out = at * n, []
-    for _, above, size in sorted(u for u in covered if u[0] == axis):
-        if above * size <= at or above >= end:
+    for _, major, size in sorted(u for u in covered if u[0] == axis):
+        if major * size <= at or major >= end:
             continue
-        if above > at and above % at == 0:
-            out.append((axis, at, above // at))
-        at = above * size
+        if major > at and major % at == 0:
+            out.append((axis, at, major // at))
+        at = major * size
     if at < end and end % at == 0:
         out.append((axis, at, end // at))
     return out
@@ -122,7 +122,7 @@ def involved(before: Dims, after: Dims) -> Tokens:
         for this, after_it in zip(tokens, tokens[1:], strict=False):
             if this[1] * this[2] > after_it[1]:
                 first = tokens[0][1]
-                end = max(above * size for _, above, size in tokens)
+                end = max(major * size for _, major, size in tokens)
                 tokens = [(axis, first, end // first)]
                 break
         out += tokens
@@ -168,7 +168,7 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
         joined([*head, *(t for block in blocks for t in block)])
         for head, blocks in zip(placed, leaving, strict=True)
     )
-    return out if max(capacity, default=1) == 1 and _consistent(out) else None
+    return out if max(capacity, default=1) == 1 and _is_consistent(out) else None
 
 
 def _lodge(
@@ -216,13 +216,13 @@ def _fill(pool: list[Token], d: int, capacity: list[int]) -> list[Token]:
     return out
 
 
-def _consistent(dims: Dims) -> bool:
+def _is_consistent(dims: Dims) -> bool:
     """Return whether all parts of each axis come from one way of cutting it."""
     end: dict[int, int] = {}
-    for axis, above, size in sorted(token for tokens in dims for token in tokens):
-        if above % end.get(axis, 1):
+    for axis, major, size in sorted(token for tokens in dims for token in tokens):
+        if major % end.get(axis, 1):
             return False
-        end[axis] = above * size
+        end[axis] = major * size
     return True
 
 
@@ -325,7 +325,7 @@ def _move(
 
 def axes_of_tokens(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
     """Return the names of the axes, and parts of axes, that tokens are."""
-    return tuple(mesh.sub_axis(mesh.names[i], above, n) for i, above, n in tokens)
+    return tuple(mesh.sub_axis(mesh.names[i], major, n) for i, major, n in tokens)
 
 
 def as_step(
@@ -344,12 +344,12 @@ def as_step(
     )
 
 
-def seconds(move: Move, mesh: Mesh, nbytes: float, behind: Sequence[bool]) -> float:
-    """Return the seconds of a move from ``nbytes`` on each rank. ``behind``: for each
+def seconds(move: Move, mesh: Mesh, nbytes: float, inner: Sequence[bool]) -> float:
+    """Return the seconds of a move from ``nbytes`` on each rank. ``inner``: for each
     dim of the layout whether it comes after the ``front`` of the shape."""
     if KINDS[move.kind].local:
         return 0.0
-    late = tuple(behind[d] for d in move.at)
+    late = tuple(inner[d] for d in move.at)
     return curve(move.kind, move.tokens, mesh, late).seconds(nbytes)
 
 

@@ -195,7 +195,7 @@ class _Problem:
     # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]
     # Whether each dim comes after the front of the shape and copies of it cost time.
-    behind: tuple[bool, ...]
+    inner: tuple[bool, ...]
     # Whether shards of each dim are not equal.
     uneven: tuple[bool, ...]
 
@@ -334,7 +334,7 @@ def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
 
 
 def _seconds(move: Move, problem: _Problem, nbytes: float) -> float:
-    return seconds(move, problem.mesh, nbytes, problem.behind)
+    return seconds(move, problem.mesh, nbytes, problem.inner)
 
 
 def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:

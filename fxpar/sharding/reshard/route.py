@@ -36,16 +36,16 @@ def steps(
     mesh: Mesh,
     shape: Sequence[int],
     itemsize: int = 4,
-    apart: Axes = (),
+    unequal_axes: Axes = (),
 ) -> tuple[Step, ...]:
     """Return the cheapest steps from ``source`` to ``target`` for a global ``shape``.
-    ``apart``: axes along which ranks have unlike values, though no spec says so: they
-    cannot share the work.
+    ``unequal_axes``: axes along which ranks have unlike values, though no spec says so:
+    they cannot share the work.
 
     Deterministic; empty if nothing has to be done. Raises SpecError if a spec does not
     fit mesh and shape, or a partial axis is to change its reduction.
     """
-    return _route(source, target, mesh, tuple(shape), itemsize, apart)[0]
+    return _route(source, target, mesh, tuple(shape), itemsize, unequal_axes)[0]
 
 
 def price(
@@ -65,16 +65,16 @@ def _route(
     mesh: Mesh,
     shape: tuple[int, ...],
     itemsize: int,
-    apart: Axes = (),
+    unequal_axes: Axes = (),
 ) -> tuple[tuple[Step, ...], float]:
     """Return steps and seconds. Along an axis of stages only values split there are
     sent: ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
     stages = pipeline_axis(mesh)
-    alone = {stages, *apart}
+    alone = {stages, *unequal_axes}
     if not alone.isdisjoint((*source.axes, *target.axes)):
         return route, seconds
-    mesh = without(without_stages(mesh), apart)
+    mesh = without(without_stages(mesh), unequal_axes)
     if all(link == Link() for link in mesh.links):
         return route, seconds
     other = all_pairs.path(source, target, mesh, shape, itemsize)
@@ -119,7 +119,7 @@ class Edges:
     reshards: list[Reshard] = field(default_factory=list)
 
 
-def _one_way(source: Spec, target: Spec) -> bool:
+def _has_one_route(source: Spec, target: Spec) -> bool:
     """Return whether no axis changes its reduction, which takes two reshards: one that
     reduces it, one that makes it partial again."""
     before = dict(source.partial)
@@ -132,24 +132,24 @@ class _Versions:
     def __init__(
         self,
         program: Program,
-        made_specs: list[Spec],
+        raw_specs: list[Spec],
         settled: Sequence[Spec],
         mesh: Mesh,
-        apart: Axes = (),
+        unequal_axes: Axes = (),
         manual: Axes = (),
     ) -> None:
-        """Begin with the specs in which values are made. ``apart``, ``manual``: sets of
-        axes each of which has reshards of its own; for a value that both split, those
-        of the first come first."""
+        """Begin with the specs in which values are made. ``unequal_axes``, ``manual``:
+        sets of axes each of which has reshards of its own; for a value that both split,
+        those of the first come first."""
         self.program, self.mesh = program, mesh
         self.manual = frozenset(manual)
-        self.apart = [frozenset(axes) for axes in (apart, manual) if axes]
-        self.made_specs, self.settled = made_specs, settled
-        self.exist: list[list[Spec]] = [[spec] for spec in made_specs]
+        self.unequal_axes = [frozenset(axes) for axes in (unequal_axes, manual) if axes]
+        self.raw_specs, self.settled = raw_specs, settled
+        self.exist: list[list[Spec]] = [[spec] for spec in raw_specs]
         self.reshards: list[Reshard] = []
 
     def _price(self, v: int, source: Spec, target: Spec) -> float:
-        if not _one_way(source, target):
+        if not _has_one_route(source, target):
             return math.inf
         value = self.program.values[v]
         return price(source, target, self.mesh, value.shape, value.dtype.itemsize)
@@ -158,7 +158,7 @@ class _Versions:
         """Make version ``need`` of a value unless it exists."""
         if need in self.exist[v]:
             return
-        for axes in self.apart:
+        for axes in self.unequal_axes:
             if not axes.isdisjoint(need.axes):
                 if axes == self.manual and self._keep(v, need, reader, output):
                     return
@@ -166,17 +166,17 @@ class _Versions:
                 self._add(v, source, need, reader, output)
                 return
         exist = self.exist[v]
-        for axes in self.apart:
+        for axes in self.unequal_axes:
             if not any(axes.isdisjoint(spec.axes) for spec in exist):
                 self._add(v, exist[0], _without(exist[0], axes), reader, output)
             exist = [x for x in self.exist[v] if axes.isdisjoint(x.axes)]
         exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
             return
-        if not any(_one_way(spec, need) for spec in exist):
+        if not any(_has_one_route(spec, need) for spec in exist):
             self.get(v, need.without_partial(), reader, output)
         direct = min(self._price(v, spec, need) for spec in exist)
-        mixed = not all(axes.isdisjoint(settled.axes) for axes in self.apart)
+        mixed = not all(axes.isdisjoint(settled.axes) for axes in self.unequal_axes)
         if settled not in exist and settled != need and not mixed:
             # Settling first pays if the spec that others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
@@ -195,7 +195,7 @@ class _Versions:
         """Make a version split along manual axes as the value was made, or along some
         of them, if ``need`` is such a version: along the others it is gathered first.
         Return whether it is."""
-        origin = self.made_specs[v]
+        origin = self.raw_specs[v]
         shared = self.manual.intersection(need.sharded_axes)
         others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
         if origin.partial or origin.without(others) != _without(need, others):
@@ -218,7 +218,7 @@ class _Versions:
         """Return the version that ``axes`` are added to: one that they do not split
         yet, or, if they are to reduce it, a partial one, so that the reshard is a
         reduce-scatter."""
-        first = self.made_specs[v]
+        first = self.raw_specs[v]
         unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
             bare = _without(need, axes)
@@ -239,13 +239,13 @@ class _Versions:
 
     def _candidates(self, v: int) -> list[Spec]:
         """Return versions that others are made from."""
-        apart = frozenset[str]().union(*self.apart)
-        return [spec for spec in self.exist[v] if apart.isdisjoint(spec.axes)]
+        unequal_axes = frozenset[str]().union(*self.unequal_axes)
+        return [spec for spec in self.exist[v] if unequal_axes.isdisjoint(spec.axes)]
 
     def _add(
         self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
     ) -> None:
-        early = source == self.made_specs[v] and target == self.settled[v]
+        early = source == self.raw_specs[v] and target == self.settled[v]
         early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
         self.reshards.append(Reshard(v, source, target, reader, output, early))
@@ -263,16 +263,16 @@ def connect(
     settled: Sequence[Spec],
     mesh: Mesh,
     *,
-    apart: Axes = (),
+    unequal_axes: Axes = (),
     manual: Axes = (),
     averaged: Collection[int] = (),
 ) -> Edges:
     """Return all reads and reshards of a plan, inputs and outputs as the signature
     wants.
 
-    ``apart``, ``manual``: axes along which values are moved by reshards of their own;
-    ``averaged``: values that are operands of a mean over ranks along the ``manual``
-    axes.
+    ``unequal_axes``, ``manual``: axes along which values are moved by reshards of their
+    own; ``averaged``: values that are operands of a mean over ranks along the
+    ``manual`` axes.
     """
     signature = program.signature
     specs: list[Spec] = list(settled)
@@ -283,18 +283,20 @@ def connect(
         means = [(axis, "avg") for axis in manual if axis not in specs[v].sharded_axes]
         specs[v] = Spec.of(specs[v].dims, (*specs[v].partial, *means))
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
-        if value is not None and declared.rest is not None:
-            specs[value] = declared.rest
-    rests = [
+        if value is not None and declared.at_rest is not None:
+            specs[value] = declared.at_rest
+    rest_specs = [
         None if v is None else out.spec(settled[v])
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
-    for k, (result, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+    for k, (result, rest_spec) in enumerate(
+        zip(program.outputs, rest_specs, strict=True)
+    ):
         if result is None or rest_spec is None or signature.outputs[k].lie != "even":
             continue
-        rests[k] = rest_spec.evened(mesh, program.values[result].shape)
+        rest_specs[k] = rest_spec.evened(mesh, program.values[result].shape)
     for i, k in signature.tangents:
-        tangent, rest_spec = program.inputs[i], rests[k]
+        tangent, rest_spec = program.inputs[i], rest_specs[k]
         if tangent is not None and rest_spec is not None:
             specs[tangent] = rest_spec
     for constant in program.values:
@@ -303,14 +305,14 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh, apart, manual)
+    versions = _Versions(program, specs, settled, mesh, unequal_axes, manual)
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
             need = operand_spec(op.rule, strategy, i)
             versions.get(v, need, op.index, None)
             edges.reads[op.index, i] = need
-    for k, (out, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+    for k, (out, rest_spec) in enumerate(zip(program.outputs, rest_specs, strict=True)):
         if out is not None and rest_spec is not None:
             versions.get(out, rest_spec, None, k)
         edges.outputs.append(rest_spec)

@@ -60,9 +60,9 @@ class StepKind:
         that it splits is brought into that form, one that it gathers out of it.
         ``moved``: for each dim it names whether blocks of it are stored otherwise.
         """
-        before = self.split is not None and moved[self.split]
-        behind = self.gathered is not None and moved[self.gathered]
-        return float(before), self.growth(k) * behind
+        copies_before = self.split is not None and moved[self.split]
+        copies_after = self.gathered is not None and moved[self.gathered]
+        return float(copies_before), self.growth(k) * copies_after
 
     def shape(self, before: Sequence[int], dims: Sequence[int], k: int) -> list[int]:
         """Return the local shape after a step that names ``dims``, over k ranks."""

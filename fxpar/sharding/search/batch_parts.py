@@ -16,7 +16,7 @@ from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.program import Input, Op, Program, Value, contracts, phase_of
+from fxpar.sharding.program import Input, Op, Program, Value, is_contraction, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # The least bytes of an element that is accumulated over parts.
@@ -162,7 +162,7 @@ class PartProgram:
             for position, v in enumerate(op.results):
                 value = program.values[v]
                 wide = value.nbytes * max(1, WIDE // value.dtype.itemsize)
-                in_product = wide == value.nbytes and contracts(op)
+                in_product = wide == value.nbytes and is_contraction(op)
                 if v in sums and not in_product and not self._is_passed_on(v):
                     nbytes = (value.nbytes + 2 * wide) * (1 - 1 / self.count)
                     moved.append((position, nbytes))
@@ -233,13 +233,13 @@ class PartProgram:
         signature, out = self.whole.signature, dict[int, str]()
         for result, v in zip(signature.outputs, self.whole.outputs, strict=True):
             if v is not None and result.kind == "gradient" and result.of is not None:
-                out[v] = self._rest_of(signature.inputs[result.of])
+                out[v] = self._along_at_rest(signature.inputs[result.of])
         for declared, v in zip(signature.inputs, self.whole.inputs, strict=True):
             if v is not None:
-                out[v] = self._rest_of(declared)
+                out[v] = self._along_at_rest(declared)
         return out
 
-    def _rest_of(self, declared: Input) -> str:
+    def _along_at_rest(self, declared: Input) -> str:
         along = declared.along_stages
         return self.free_along_stages if along == "own" else along
 

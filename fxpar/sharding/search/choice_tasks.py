@@ -46,11 +46,11 @@ class EdgeValue:
 
 @dataclass(frozen=True)
 class EdgeTasks:
-    """Holds the tasks of an edge. Where it has both collectives ``behind`` and
+    """Holds the tasks of an edge. Where it has both collectives ``after`` and
     ``before``, a partial value takes the first, any other the second."""
 
     # Collectives after the op that makes the value.
-    behind: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     # Collectives before the op that reads it.
     before: tuple[int, ...] = ()
     # The kernel that copies, before its collectives.
@@ -58,9 +58,9 @@ class EdgeTasks:
 
     def of(self, partial: bool) -> tuple[int, ...]:
         """Return the tasks that a reshard takes."""
-        if self.behind and self.before:
-            return self.behind if partial else self.before
-        return self.behind or self.before
+        if self.after and self.before:
+            return self.after if partial else self.before
+        return self.after or self.before
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _TasksOfChoice:
         self.program = formulation.program
         self.end = len(self.program.ops)
         self.edge_values = edge_values(formulation)
-        self.moves = [_may_move(table) for table in formulation.problem.tables]
+        self.moves = [_has_costs(table) for table in formulation.problem.tables]
         self.views = {op.index for op in self.program.ops if is_view(op)}
         self.tasks: list[Task] = []
         self.places: list[_Place] = []
@@ -261,16 +261,16 @@ class _TasksOfChoice:
     def _row(
         self,
         e: int,
-        behind: tuple[int, int] | None,
+        after: tuple[int, int] | None,
         before: tuple[int, int] | None,
         last: int | None,
     ) -> tuple[EdgeTasks, int | None]:
         """Add the copies of an edge and its collectives, each after the one before it;
         return the row and the last of them."""
-        start = behind or before
+        start = after or before
         copy = None if start is None else self.task(f"copies of edge {e}", start)
         tasks = []
-        for at in (behind, before):
+        for at in (after, before):
             row = []
             for _ in self.axes if at is not None else ():
                 assert at is not None
@@ -293,7 +293,7 @@ class _TasksOfChoice:
             )
         rows = [
             EdgeTasks(
-                tuple(index[task] for task in row.behind),
+                tuple(index[task] for task in row.after),
                 tuple(index[task] for task in row.before),
                 None if row.copy is None else index[row.copy],
             )
@@ -309,6 +309,6 @@ class _TasksOfChoice:
         )
 
 
-def _may_move(table: np.ndarray) -> bool:
+def _has_costs(table: np.ndarray) -> bool:
     """Return whether any allowed pair of strategies costs something."""
     return bool(((table > 0) & (table < FORBIDDEN)).any())

@@ -58,10 +58,10 @@ class StagesEstimate:
             for chosen_axes in itertools.combinations(range(len(axes)), count):
                 sizes = [axes[i][1] for i in chosen_axes]
                 ways = math.prod(sizes)
-                apart = inner // ways
-                if ways < inner and (ways < least or self.rows // parts % apart):
+                groups = inner // ways
+                if ways < inner and (ways < least or self.rows // parts % groups):
                     continue
-                nbytes = self.exchanged / places / apart
+                nbytes = self.exchanged / places / groups
                 on = [links[i] for i in chosen_axes]
                 seconds = collectives.seconds("all_reduce", sizes, on, nbytes)
                 exchange = min(exchange, seconds if sizes else 0.0)

@@ -25,7 +25,7 @@ from fxpar.sharding.solver import Edge
 aten = torch.ops.aten
 
 # In place of a spec's number: each op exchanges rows by itself.
-_APART = -1
+_UNGROUPED = -1
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
             if _is_sum(op):
                 sums.append(op.index)
                 todo.append(op)
-            elif _puts_into_zeros(op):
+            elif _is_put_into_zeros(op):
                 puts[shared_rows.put_from(op.rule.moves[0], 0)].append(op.index)
     for ops in puts.values():
         if len(ops) > 1:
             yield ExchangeGroup(tuple(ops), root.results[0], tuple(sums))
 
 
-def _puts_into_zeros(op: Op) -> bool:
+def _is_put_into_zeros(op: Op) -> bool:
     moves = _only_moves(op)
     if moves is None or shared_rows.put_at(moves) is None:
         return False
@@ -138,7 +138,7 @@ def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
     for k, strategy in enumerate(options.strategies):
         for pair in shift_messages.exchanges(op, strategy, build.mesh):
             seconds[k] = row_moves.seconds(pair[0], build.mesh, pair[1])
-            if seconds[k] and shared_rows.alike(pair[0]) is not None:
+            if seconds[k] and shared_rows.sharing_key(pair[0]) is not None:
                 exchanges[k] = pair
     share = build.op_share(index)
     return _Paid(seconds * share, options.specs[:, 0], tuple(exchanges))
@@ -158,7 +158,7 @@ def _shared(
         exchanges, row = [exchange for exchange, _ in pairs], pairs[0][1]
         if (
             len(pairs) > len(group.ops)
-            or len(set(map(shared_rows.alike, exchanges))) > 1
+            or len(set(map(shared_rows.sharing_key, exchanges))) > 1
         ):
             continue  # strategies that differ elsewhere
         window = shared_rows.window_of(exchanges)
@@ -175,7 +175,7 @@ def _add(
     shared: Mapping[int, float],
     nodes: Sequence[int],
 ) -> None:
-    specs = np.array([_APART, *shared])
+    specs = np.array([_UNGROUPED, *shared])
     costs = np.array([0.0, *shared.values()])
     together = build.node("exchange", group.value, specs[:, None], costs)
     for index, op in zip(group.ops, paid, strict=True):
@@ -186,7 +186,7 @@ def _add(
     for index in group.sums:
         lie = build.nodes[nodes[index]].specs
         same = (lie[None, :, :] == specs[:, None, None]).all(axis=2)
-        may = same | (specs == _APART)[:, None]
+        may = same | (specs == _UNGROUPED)[:, None]
         _edge(build, together, nodes[index], np.where(may, 0.0, np.inf))
 
 

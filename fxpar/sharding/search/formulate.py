@@ -154,8 +154,8 @@ def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
     ):
         if v is None or k in tangents:
             continue
-        if declared.rest is not None:
-            specs = [declared.rest]
+        if declared.at_rest is not None:
+            specs = [declared.at_rest]
         else:
             specs = build.allowed(v, build.specs_of_shape(v))
             if declared.splits:
@@ -189,7 +189,7 @@ def _outputs(
             continue
         leader = _leader(program, out, v)
         if leader is None:
-            numbers = build.pool.numbers(_may_rest(build, out, v))
+            numbers = build.pool.numbers(_rest_specs(build, out, v))
         else:
             numbers = build.nodes[makers[leader].node].specs
         end_of[k] = EdgeEnd(build.node("output", k, numbers), 0)
@@ -209,16 +209,16 @@ def _outputs(
 def _leader(program: Program, out: Output, v: int) -> int | None:
     """Return the input whose layout an output takes, for gradients and mutations of
     open layout; else None."""
-    if out.of is None or out.rest is not None or out.lie != "open":
+    if out.of is None or out.at_rest is not None or out.lie != "open":
         return None
     source = program.inputs[out.of]
     return source if source != v else None
 
 
-def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
+def _rest_specs(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
     whole = Spec.whole(len(build.program.values[v].shape))
-    if out.rest is not None:
-        return [out.rest]
+    if out.at_rest is not None:
+        return [out.at_rest]
     if out.lie == "open":
         return build.specs_of_shape(v)
     if out.lie == "even":
@@ -321,9 +321,9 @@ def _settle_or_copy(
     key = ("copy", have.tobytes(), need.tobytes(), build.like(v))
     if key not in build.table_of:
         build.table_of[key] = len(build.tables)
-        rests = have[:, None] == need[None, :]
+        is_same = have[:, None] == need[None, :]
         table = build.between(v, have, need) * build.share(v)
-        build.tables.append(np.where(rests == copies, np.inf, table))
+        build.tables.append(np.where(is_same == copies, np.inf, table))
     build.edges.append(Edge(maker.node, node, build.table_of[key]))
     return node
 

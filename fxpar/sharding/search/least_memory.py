@@ -53,15 +53,15 @@ def least_held(
         sizes = [_of_part(entry, part) for entry in live]
         floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
         live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
-    rests_whole = {
+    whole_at_rest = {
         v
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.rest is not None and declared.rest.is_whole
+        if v is not None and declared.at_rest is not None and declared.at_rest.is_whole
     }
     changes = np.zeros(len(program.ops) + 3)
     held = []
     for entry in live:
-        share = entry.nbytes / (1 if entry.value in rests_whole else ranks)
+        share = entry.nbytes / (1 if entry.value in whole_at_rest else ranks)
         held.append((entry, share))
         changes[entry.begin] += share
         changes[entry.end] -= share

@@ -158,7 +158,7 @@ def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if result.kind == "gradient" and v is not None:
-            begin = kernels.made_at(kernels.base[v])
+            begin = kernels.written_at(kernels.base[v])
             out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out
 
@@ -178,7 +178,7 @@ def _results(
         for v in op.results:
             if v not in kernels.written:
                 continue
-            at, size = kernels.made_at(v), program.values[v].nbytes
+            at, size = kernels.written_at(v), program.values[v].nbytes
             (_, early), (first, last) = spans.get(v, unread)
             recomputed = v in kernels.recomputed and not late
             saved = not late and last != NEVER and not recomputed
@@ -264,7 +264,7 @@ def _copy(entry: Entry, places: Places) -> Iterator[tuple[EdgeEnd, np.ndarray | 
         node = places.settling[v][entry.phase]
         yield EdgeEnd(node, 0), nodes[node].copies
     elif v in places.readers:
-        rests = nodes[places.makers[v].node].specs[:, 0]
+        specs = nodes[places.makers[v].node].specs[:, 0]
         reader = places.readers[v]
-        if len(rests) == 1:
-            yield reader, nodes[reader.node].specs[:, reader.column] != rests[0]
+        if len(specs) == 1:
+            yield reader, nodes[reader.node].specs[:, reader.column] != specs[0]

@@ -76,7 +76,7 @@ def candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
         Mesh(tuple(zip(names_by_count[count], sizes, strict=True)))
         for count in names_by_count
         for sizes in _splits(ranks, count)
-        if count == 1 or not several or _keeps_to_nodes(sizes, node)
+        if count == 1 or not several or _is_within_nodes(sizes, node)
     )
 
 
@@ -103,7 +103,7 @@ def _splits(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *others)
 
 
-def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
+def _is_within_nodes(sizes: Sequence[int], node: int) -> bool:
     stride = 1
     for size in reversed(sizes):
         if stride % node and node % (stride * size):
@@ -112,7 +112,7 @@ def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
     return True
 
 
-def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
+def distinct(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
     """Return the meshes without those that differ from an earlier one only in the order
     of axes with one kind of link: where nothing names an axis, their plans take the
     same time."""

@@ -240,10 +240,10 @@ class ProblemBuilder:
         """Return whether copies of a value before and after its collectives are kernels
         of their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
-        light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
+        light_maker = self.nodes[a.node].kind == "op" and kernels.is_made_by_light_op(v)
         read = kind in ("value", "copy") and kernels.read_by_light[v]
         if kind == "op":
-            read = kernels.reads_lightly(self.nodes[b.node].of)
+            read = kernels.is_read_by_light(self.nodes[b.node].of)
         return not light_maker, not read
 
     def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:

@@ -144,7 +144,7 @@ class Overlap:
             a = strategies.get(i, self.choice[i])
             b = strategies.get(j, self.choice[j])
             partial, seconds[row.copy], steps = self._cell(e, a, b)
-            seconds.update(dict.fromkeys((*row.behind, *row.before), 0.0))
+            seconds.update(dict.fromkeys((*row.after, *row.before), 0.0))
             for task, (duration, along) in zip(row.of(partial), steps, strict=False):
                 seconds[task], axes[task] = duration, along
         return seconds, axes
@@ -251,8 +251,8 @@ def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
     cheap = [_with_first(result, choice) for choice in choices]
-    near = nearest([result, *cheap], lambda x: x)
-    return [x for x in cheap if x in near]
+    closest = nearest([result, *cheap], lambda x: x)
+    return [x for x in cheap if x in closest]
 
 
 def priced_as(

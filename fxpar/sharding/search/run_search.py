@@ -70,7 +70,7 @@ class SearchOptions:
     # Whether, of a few good plans, the one with the shortest simulated step is taken.
     ranked: bool = True
     # Whether layers that repeat take equal choices: quick, and nothing is proved.
-    alike: bool = False
+    equal_layers: bool = False
     # Whether, if the gap is wide, it begins again from plans as made by hand.
     by_hand: bool = True
 
@@ -114,7 +114,7 @@ class SearchResult:
         """Return seconds of a step that no plan on this mesh can beat."""
         return self.solution.bound + self.formulation.launches
 
-    def above(self, bound: float) -> SearchResult:
+    def with_bound(self, bound: float) -> SearchResult:
         """Return the result with a higher bound on a step, proved elsewhere."""
         cost = self.solution.cost
         bound = min(bound - self.formulation.launches, cost)
@@ -247,14 +247,14 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
     """Solve the problem without its limit, which is easier; with it, if that plan does
     not fit. Together they take about the seconds asked for at most, and end when a
     bound is ``enough``."""
-    if options.alike:
-        return _fitting_alike(problem, options.seconds)
+    if options.equal_layers:
+        return _fitting_tied(problem, options.seconds)
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = options.tolerance if many else EXACT
     end = work_clock.now() + options.seconds
     if problem.limit is None:
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
-    if not (many and _is_above(problem, options.seconds / 10)):
+    if not (many and _is_over_limit(problem, options.seconds / 10)):
         free = replace(problem, limit=None)
         share = _FIRST if many else 0.5  # a glance has said that it is likely to fit
         seconds = share * work_clock.left(end)
@@ -266,27 +266,27 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
     return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 
-def _is_above(problem: Problem, seconds: float) -> bool:
+def _is_over_limit(problem: Problem, seconds: float) -> bool:
     """Return whether a rough solution with equal choices in all repeated layers,
     without the limit, needs more than the limit. Ties need not be feasible: hints may
     differ between layers."""
     assert problem.limit is not None
     try:
-        return _alike(replace(problem, limit=None), seconds).peak > problem.limit
+        return _solved_tied(replace(problem, limit=None), seconds).peak > problem.limit
     except Infeasible:
         return False
 
 
-def _fitting_alike(problem: Problem, seconds: float) -> Solution:
+def _fitting_tied(problem: Problem, seconds: float) -> Solution:
     """Return an equal choice in all repeated layers: without the limit, if that
     fits."""
-    solution = _alike(replace(problem, limit=None), seconds)
+    solution = _solved_tied(replace(problem, limit=None), seconds)
     if problem.limit is None or solution.peak <= problem.limit:
         return solution
-    return replace(_alike(problem, seconds), unlimited=solution.cost)
+    return replace(_solved_tied(problem, seconds), unlimited=solution.cost)
 
 
-def _alike(problem: Problem, seconds: float) -> Solution:
+def _solved_tied(problem: Problem, seconds: float) -> Solution:
     """Return a choice that is equal in all repeated layers; nothing is proved of
     others. Raises Infeasible if none such is found."""
     once, to = tie(problem)

@@ -29,7 +29,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Value
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.propagate.propagation_state import Seed
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
@@ -103,7 +103,7 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
             if not _fits(rule, strategy, mesh):
                 continue
             tensors = specs(rule, strategy)
-            if all(map(_reduces_alike, tensors)):
+            if all(map(_has_one_reduction, tensors)):
                 by_specs.setdefault(tensors, strategy)
     return by_specs
 
@@ -126,7 +126,7 @@ def orders(mesh: Mesh) -> tuple[Axes, ...]:
 def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
     if axis in rule.pin:
         return [rule.pin[axis]]
-    factors = [f for f in rule.free if may_split(rule.size[f], mesh, (axis,))]
+    factors = [f for f in rule.free if can_split(rule.size[f], mesh, (axis,))]
     passages = [
         p
         for p, passage in enumerate(rule.passages)
@@ -153,12 +153,12 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
 def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether every tensor can be sharded by the strategy."""
     axes_of = strategy.axes_of
-    if not all(may_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
+    if not all(can_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False
     return fits(rule, axes_of, mesh)
 
 
-def _reduces_alike(spec: Spec) -> bool:
+def _has_one_reduction(spec: Spec) -> bool:
     """Return whether a tensor is partial by one reduction at most."""
     if len(spec.partial) < 2:
         return True
@@ -177,7 +177,7 @@ def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
                 for d in range(len(shape))
             ]
             if all(
-                may_split(n, mesh, split) for n, split in zip(shape, dims, strict=True)
+                can_split(n, mesh, split) for n, split in zip(shape, dims, strict=True)
             ):
                 unique[Spec.of(dims)] = None
     return list(unique)

@@ -89,7 +89,7 @@ def exchange_seconds(
         axes = result.settled[v].sharded_axes
         return parts.whole.values[v].nbytes / result.mesh.count(axes)
 
-    def spread(nbytes: float, source: int) -> None:
+    def broadcast(nbytes: float, source: int) -> None:
         sent[source] += nbytes
         for place in range(count):
             received[place] += nbytes if place != source else 0.0
@@ -107,9 +107,9 @@ def exchange_seconds(
             sent[place] += nbytes / count if place != target else 0.0
             messages[place] += nbytes / count / MESSAGE
 
-    for v, along in told_along(chain, parts.along_stages).items():
+    for v, along in layouts_to_send(chain, parts.along_stages).items():
         source = places[bisect_right(cuts, chain.place_of(v))]
-        (deal if along == "split" else spread)(size(v), source)
+        (deal if along == "split" else broadcast)(size(v), source)
     for weight, along in parts.along_stages.items():
         if along == "split" and weight not in program.producers:
             for stage in {bisect_right(cuts, at) for at in chain.readers(weight)}:
@@ -122,7 +122,7 @@ def exchange_seconds(
     ]
 
 
-def told_along(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str]:
+def layouts_to_send(chain: StageChain, along_stages: dict[int, str]) -> dict[int, str]:
     """Return values that a stage sends to other places once a step, with "whole" or
     "split" for what each gets: results, gradients, and values that an update reads."""
     program, along_of = chain.program, dict[int, str]()

@@ -51,7 +51,9 @@ class StageChain:
         for op in program.ops:
             if op.index in at or op.index not in self.late:
                 continue
-            makers = [program.producers[v][0] for v in op.operands if self._is_made(v)]
+            makers = [
+                program.producers[v][0] for v in op.operands if self._is_computed(v)
+            ]
             continued = [at[i] for i in makers if i in self.late and i in at]
             read = [at[i] for i in makers if i not in self.late and i in at]
             limit = min(continued, default=self.length - 1)
@@ -65,12 +67,12 @@ class StageChain:
                 staged = (at[i] for i in readers if i not in self.update)
                 at[op.index] = min(staged, default=0)
 
-    def _is_made(self, v: int) -> bool:
+    def _is_computed(self, v: int) -> bool:
         return v in self.program.producers
 
     def place_of(self, v: int) -> int:
         """Return the place of the op that makes a value, or that reads it first."""
-        if self._is_made(v):
+        if self._is_computed(v):
             return self.at[self.program.producers[v][0]]
         return min((self.at[i] for i, _ in self.program.uses[v]), default=0)
 

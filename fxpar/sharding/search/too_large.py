@@ -114,7 +114,7 @@ def _whole_parameters(program: Program) -> set[int]:
     """Return the parameters that every rank holds whole, and their gradients."""
     signature, out = program.signature, set[int]()
     for declared, v in zip(signature.inputs, program.inputs, strict=True):
-        is_whole = declared.rest is not None and declared.rest.is_whole
+        is_whole = declared.at_rest is not None and declared.at_rest.is_whole
         if v is not None and declared.kind == "parameter" and is_whole:
             out.add(v)
     for result, v in zip(signature.outputs, program.outputs, strict=True):

@@ -128,7 +128,7 @@ def notes(mesh: Mesh) -> list[str]:
     return out
 
 
-def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
+def distinct_ranks(mesh: Mesh) -> list[tuple[int, float]]:
     """Return a rank of each kind, by speed and shares, and its relative speed."""
     whole = mesh.unrefined
     axes = [
@@ -227,11 +227,11 @@ def step_of(
 ) -> StepSeconds:
     """Return the seconds of the parts of a decision's step."""
     program, mesh = decision.program, hardware.on(decision.mesh)
-    unlike = frozenset(mesh.unlike)
+    unequal = frozenset(mesh.unlike)
     works = kernels_of(program).works
     computing: dict[Axes, float] = defaultdict(float)
     for op, work, strategy in zip(program.ops, works, decision.strategies, strict=True):
-        split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
+        split = frozenset(a for _, axes in strategy.factors for a in axes) & unequal
         computing[split] += program_kernels.seconds(op, work, strategy, mesh, hardware)
     fixed = hardware.launch * sum(work.launches for work in works)
     moving: dict[tuple[Axes, Axes], float] = defaultdict(float)
@@ -244,8 +244,8 @@ def step_of(
         for step in route(decision, reshard):
             if not step.local:
                 line = along(step.kind, mesh, step.axes).line(nbytes)
-                over = _whole(step.axes) & unlike
-                split_axes = (_whole(before.sharded_axes) & unlike) - over
+                over = _whole(step.axes) & unequal
+                split_axes = (_whole(before.sharded_axes) & unequal) - over
                 most = over if step.kind in _BY_SHARD else frozenset()
                 paid = cost(step, mesh, nbytes, first)  # with copies around it
                 moving[split_axes, most] += paid - line.alpha

@@ -133,21 +133,21 @@ def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
     place[order] = np.arange(len(group)) - first[group[order]]
     place -= (count[group] - 1) / 2
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
-    alike = (count[group[owner]] == often) & (count[group[flat.other]] == often)
-    a, b = owner[alike], flat.other[alike]
+    is_common = (count[group[owner]] == often) & (count[group[flat.other]] == often)
+    a, b = owner[is_common], flat.other[is_common]
     pairs, inverse = np.unique(
         np.stack([group[a], group[b]]), axis=1, return_inverse=True
     )
     agree = np.bincount(inverse, place[a] * place[b], pairs.shape[1])
-    near: dict[int, list[tuple[int, float]]] = {}
+    neighbors: dict[int, list[tuple[int, float]]] = {}
     for x, y, sign in zip(*pairs.tolist(), agree.tolist(), strict=True):
-        near.setdefault(x, []).append((y, sign))
+        neighbors.setdefault(x, []).append((y, sign))
     turn: dict[int, int] = {}
-    for root in near:
+    for root in neighbors:
         queue = [root] if root not in turn else []
         turn.setdefault(root, 1)
         for x in queue:
-            for y, sign in near[x]:
+            for y, sign in neighbors[x]:
                 if y not in turn:
                     turn[y] = turn[x] if sign > 0 else -turn[x]
                     queue.append(y)

@@ -75,27 +75,27 @@ def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
     if dominance and net.size(i) > 1 and _dominate(net, i):
         revisit |= _around(net, {i} | _changed(net, i))
     _settle_rows(net, i)
-    near = set(net.adj[i])
+    neighbors = set(net.adj[i])
     if net.size(i) == 1:
         _fold(net, i)
-    elif len(near) == 0 and not net.rows[i]:
+    elif len(neighbors) == 0 and not net.rows[i]:
         _drop(net, i)
-    elif len(near) == 1 and not net.rows[i]:
+    elif len(neighbors) == 1 and not net.rows[i]:
         _eliminate_leaf(net, i)
-    elif len(near) == 2 and not net.rows[i] and _block(net, i) <= _BLOCK:
+    elif len(neighbors) == 2 and not net.rows[i] and _block(net, i) <= _BLOCK:
         _eliminate_link(net, i)
-        j, k = near
+        j, k = neighbors
         revisit |= _around(net, consistent(net, (), [(j, k)]))
     else:
-        if len(near) == 1 and _thin_leaf(net, i):
-            revisit |= _around(net, consistent(net, (), [(i, j) for j in near]))
+        if len(neighbors) == 1 and _thin_leaf(net, i):
+            revisit |= _around(net, consistent(net, (), [(i, j) for j in neighbors]))
         leader = _leader(net, i)
         if leader is None:
             return revisit
         _follow(net, i, leader)
-        edges = [(leader, j) for j in net.adj[leader] if j in near]
+        edges = [(leader, j) for j in net.adj[leader] if j in neighbors]
         revisit |= _around(net, consistent(net, (), edges))
-    return revisit | near | _around(net, consistent(net, near))
+    return revisit | neighbors | _around(net, consistent(net, neighbors))
 
 
 def _changed(net: Network, i: int) -> set[int]:
@@ -129,14 +129,14 @@ def _settle_rows(net: Network, i: int) -> None:
 def _dominate(net: Network, i: int) -> bool:
     """Remove strategies another one replaces at no cost and no more memory, whatever
     the neighbours choose; return whether any was removed."""
-    cost, near = net.unary[i], tuple(net.adj[i].values())
+    cost, neighbors = net.unary[i], tuple(net.adj[i].values())
     size = len(cost)
-    if any(size * size * table.shape[1] > _BLOCK for table in near):
+    if any(size * size * table.shape[1] > _BLOCK for table in neighbors):
         return False
     usages = tuple(usage for _, _, usage in net.rows[i])
-    key = (cost.tobytes(), *map(id, near), *(usage.tobytes() for usage in usages))
-    make = partial(_undominated, net.tables, cost, near, usages)
-    stays = net.tables.once(("stays", len(near), *key), near, make)
+    key = (cost.tobytes(), *map(id, neighbors), *(usage.tobytes() for usage in usages))
+    make = partial(_undominated, net.tables, cost, neighbors, usages)
+    stays = net.tables.once(("stays", len(neighbors), *key), neighbors, make)
     if len(stays) == size:
         return False
     net.keep(i, stays)
@@ -146,14 +146,14 @@ def _dominate(net: Network, i: int) -> bool:
 def _undominated(
     tables: Tables,
     cost: np.ndarray,
-    near: tuple[np.ndarray, ...],
+    neighbors: tuple[np.ndarray, ...],
     usages: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    """Return the positions of strategies that stay; ``near``: the tables of a node's
-    edges."""
+    """Return the positions of strategies that stay; ``neighbors``: the tables of a
+    node's edges."""
     # saved[a, b]: the least that b instead of a saves.
     saved = cost[:, None] - cost[None, :]
-    for table in near:
+    for table in neighbors:
         saved = saved + tables.once(("gap", id(table)), table, partial(_gap, table))
     better = saved >= 0
     for usage in usages:

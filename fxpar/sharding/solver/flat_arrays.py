@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.network import Network, spread
+from fxpar.sharding.solver.network import Network, range_sums
 
 # Seconds of work: of a table's entry that a message passes, of an entry of a message,
 # of an edge or range of rows that is looked at, of a node or edge made flat.
@@ -172,7 +172,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     begin = np.array([a for a, _, _ in items], np.int64)
     end = np.array([b for _, b, _ in items], np.int64)
     top = np.array([usage.max() for _, _, usage in items])
-    tight = spread(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
+    tight = range_sums(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
     tight |= net.room < 0
     # Of rows in a stretch where nothing begins or ends, the one with least room counts.
     renamed = np.append(0, np.cumsum(tight))
@@ -229,7 +229,7 @@ def usage_of(flat: Flat, choice: np.ndarray) -> np.ndarray:
     work_clock.did(flat.look_seconds)
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
     used = flat.usage[flat.use + choice[owner]]
-    return spread(flat.begin, flat.end, used, len(flat.room))
+    return range_sums(flat.begin, flat.end, used, len(flat.room))
 
 
 def fits(flat: Flat, used: np.ndarray) -> bool:

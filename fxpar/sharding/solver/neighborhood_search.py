@@ -181,7 +181,9 @@ def _inner_cost(net: Network, choice: Sequence) -> float:
     """Return the cost of a choice in a Network of which nothing is eliminated."""
     total = sum(float(net.unary[i][k]) for i, k in enumerate(choice))
     edges = [
-        (i, j, table) for i, near in enumerate(net.adj) for j, table in near.items()
+        (i, j, table)
+        for i, neighbors in enumerate(net.adj)
+        for j, table in neighbors.items()
     ]
     return total + sum(float(t[choice[i], choice[j]]) for i, j, t in edges if i < j)
 
@@ -214,8 +216,8 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
         rows.append([(a, b, flat.usage[u : u + size]) for a, b, u in span])
     room = flat.room - usage_of(flat, choice) + _used_by(flat, choice, free)
     tables = Tables()
-    for i, near in enumerate(adj):
-        for j, table in near.items():
+    for i, neighbors in enumerate(adj):
+        for j, table in neighbors.items():
             if i < j:
                 tables.pair(table, adj[j][i])
     names = [np.arange(len(cost)) for cost in unary]
@@ -262,12 +264,12 @@ def _grow(
         at = int(random.integers(len(front)))
         i = front[at]
         ends = flat.other[flat.first[i] : flat.first[i + 1]].tolist()
-        near = [j for j in ends if j not in reached]
-        if not near:
+        neighbors = [j for j in ends if j not in reached]
+        if not neighbors:
             front[at] = front[-1]
             front.pop()
             continue
-        j = near[int(random.integers(len(near)))]
+        j = neighbors[int(random.integers(len(neighbors)))]
         reached.add(j)
         front.append(j)
         total += float(weight[j])

@@ -222,7 +222,7 @@ def _lay_rows(net: Network, problem: Problem) -> None:
     times = _maximal(begin, end)
     top = np.array([item[3].max() for item in live])
     first, last = np.searchsorted(times, begin), np.searchsorted(times, end)
-    tight = spread(first, last, top, len(times)) > problem.limit * (1 - 1e-9)
+    tight = range_sums(first, last, top, len(times)) > problem.limit * (1 - 1e-9)
     times = times[tight]
     net.room, net.times = np.full(len(times), float(problem.limit)), times
     for node, a, b, usage in live:
@@ -243,7 +243,7 @@ def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return starts[count > 0]
 
 
-def spread(
+def range_sums(
     first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
 ) -> np.ndarray:
     """Return (count,) sums of amounts over their half-open ranges of rows."""

@@ -140,17 +140,17 @@ def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
 def _nothing_fits(search: Search) -> Infeasible:
     """Return the error for a problem without an answer, with the choice that came
     closest."""
-    problem, near = search.problem, search.nearest
-    if near is None:
+    problem, closest = search.problem, search.nearest
+    if closest is None:
         return Infeasible(
             "no choice is allowed: every one is forbidden or exceeds the limit"
             if search.bound == math.inf
             else "no allowed choice was found in the time given",
             limit=problem.limit,
         )
-    least_peak, time_of_peak = peak(problem, near)
+    least_peak, time_of_peak = peak(problem, closest)
     proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
-    largest = largest_at(problem, near, time_of_peak)
+    largest = largest_at(problem, closest, time_of_peak)
     items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
     return Infeasible(
         f"the limit is {problem.limit:.6g}; the smallest peak "
@@ -160,5 +160,5 @@ def _nothing_fits(search: Search) -> Infeasible:
         search.least,
         problem.limit,
         largest,
-        near,
+        closest,
     )

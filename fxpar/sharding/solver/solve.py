@@ -77,7 +77,7 @@ def solve(
         if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
             search.offer(start)
         search.note("build")
-        if _repeats(problem) and not fixed:
+        if _is_repetitive(problem) and not fixed:
             _layered(search, net, seed)
         elif not len(net.room):
             _pass(search, net, flatten(net), 0.15)
@@ -178,7 +178,7 @@ def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -
         offer(search, net, flat, crossover.mix(flat, choice, priced.decodings, until))
 
 
-def _repeats(problem: Problem) -> bool:
+def _is_repetitive(problem: Problem) -> bool:
     """Return whether the problem with tied nodes as one is much smaller."""
     tied = problem.tied
     return tied is not None and len(set(tied)) <= _REPEATS * len(tied)

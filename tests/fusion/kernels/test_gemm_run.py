@@ -173,7 +173,7 @@ def filled(kind: str, log: list[str], broken: str = "") -> list[str]:
         mock.patch.object(_torch.distributed, "write_on_stream", lambda *_: False),
         mock.patch.object(matmul_run, "_flag", flagged),
     ):
-        matmul_run._beside_copies(
+        matmul_run._overlap_copies(
             provider,  # type: ignore[arg-type]
             noted("meet"),
             copies,
@@ -232,7 +232,7 @@ def test_all_is_loaded_and_there_before_the_first_launch() -> None:
         with (
             mock.patch.object(matmul_run, "_load") as load,
             mock.patch.object(matmul_run.run_kernels, "empty") as empty,
-            mock.patch.object(matmul_run, "_beside_copies") as together,
+            mock.patch.object(matmul_run, "_overlap_copies") as together,
             mock.patch.object(KernelLaunch, "__call__"),
         ):
             start()

@@ -52,7 +52,7 @@ def test_from_one_product_to_the_next() -> None:
         "return add, mul",
     ]
     assert (found.before, found.after) == (4 * 576 + 2 * 576, 2 * 576 + 2 * 576)
-    assert not found.near
+    assert not found.near_misses
 
 
 def test_what_kernels_apart_move_is_what_is_simulated() -> None:
@@ -155,7 +155,7 @@ def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
     assert fused(done, "triton")[1].programs
     graph, found = fused(beside, "triton")
     assert not found.programs
-    assert "reduce_scatter_tensor runs at the same time" in str(found.near)
+    assert "reduce_scatter_tensor runs at the same time" in str(found.near_misses)
     assert fused(beside, "interpret")[1].programs
     # Asked for, its collective runs between kernels.
     (start,) = [n for n in graph.nodes if op_name(n).endswith("all_reduce.default")]
@@ -172,7 +172,7 @@ def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
 def test_nothing_to_fuse() -> None:
     graph, found = fused(lambda x, w, r: all_reduce(x @ w) @ w)
     assert ops(graph) == ["mm", "all_reduce", "wait_tensor", "mm"]
-    assert not found.programs and not found.near
+    assert not found.programs and not found.near_misses
 
 
 def test_what_runs_beside_work_is_left() -> None:
@@ -185,7 +185,7 @@ def test_what_runs_beside_work_is_left() -> None:
 
     graph, found = fused(beside)
     assert "all_reduce" in ops(graph) and not found.programs
-    assert "it runs at the same time as mm_1" in found.near[0]
+    assert "it runs at the same time as mm_1" in found.near_misses[0]
 
 
 def test_it_waits_for_no_later_product() -> None:
@@ -205,7 +205,7 @@ def test_it_waits_for_no_later_product() -> None:
     graph, found = fused(other)
     (program,) = found.programs
     assert [line.name for line in program.lines][-1] != "add"
-    assert any("would wait for mm" in text for text in found.near)
+    assert any("would wait for mm" in text for text in found.near_misses)
 
 
 def test_a_region_is_convex() -> None:
@@ -238,7 +238,7 @@ def test_what_reads_a_sum_along_columns_is_outside() -> None:
 
     _, found = fused(square)
     assert lines(found) == [["all_reduce", "wait_tensor", "mul", "sum"]]
-    assert not found.near
+    assert not found.near_misses
 
 
 def test_an_unknown_op_is_told_with_its_line() -> None:
@@ -251,7 +251,7 @@ def test_an_unknown_op_is_told_with_its_line() -> None:
     node.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    y.cumsum(-1)'
     found = fuse_graph(graph, facts_of=lambda group: facts("interpret"))
     assert len(found.programs) == 1
-    assert found.near == (
+    assert found.near_misses == (
         "near miss: cumsum (aten.cumsum.default) is not fused with all_reduce: "
         "aten.cumsum.default has no form in a generated kernel\n"
         "  at: model.py:7: y.cumsum(-1)",
@@ -265,7 +265,7 @@ def test_other_rows_are_left_out() -> None:
 
     _, found = fused(other)
     assert found.programs
-    assert any("reduces rows of 48, others of 24" in text for text in found.near)
+    assert any("reduces rows of 48, others of 24" in text for text in found.near_misses)
 
 
 def test_float64_is_left_alone() -> None:
@@ -274,7 +274,7 @@ def test_float64_is_left_alone() -> None:
 
     _, found = fused(wide)
     assert not found.programs
-    assert any("it is of dtype float64" in text for text in found.near)
+    assert any("it is of dtype float64" in text for text in found.near_misses)
 
 
 def test_it_must_save_bytes() -> None:
@@ -286,7 +286,7 @@ def test_it_must_save_bytes() -> None:
 
     graph, found = fused(lost)
     assert not found.programs and "all_reduce" in ops(graph)
-    assert any("in one kernel it would move" in text for text in found.near)
+    assert any("in one kernel it would move" in text for text in found.near_misses)
 
 
 def test_two_permutes_that_cancel() -> None:

@@ -22,8 +22,8 @@ from fxpar.fusion.kernels.index_arithmetic import (
 )
 from fxpar.fusion.kernels.reductions import (
     Reduction,
-    reduction_behind,
     reduction_of,
+    reduction_of_output,
 )
 from fxpar.fusion.kernels.region_program import RegionProgram, contiguous
 from fxpar.fusion.kernels.split_at_collectives import (
@@ -160,7 +160,7 @@ def test_a_sum_that_is_rounded_on_the_way_is_no_sum() -> None:
     ):
         program = outlined(traced(fn, [x]))[0].program
         name = program.outputs[0].name
-        assert (reduction_behind(program, name) is not None) == known
+        assert (reduction_of_output(program, name) is not None) == known
 
 
 def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:

@@ -158,7 +158,7 @@ class Breaking:
         self.last = self.rank == self.ranks - 1
         self.begun, self.sent, self.ended = calls
         self.polls = 0
-        self.together, self.take = matmul_run._beside_copies, provider.workspace
+        self.together, self.take = matmul_run._overlap_copies, provider.workspace
         swap = interpreter_builder.create_atomic_cas
 
         def patient_swap(*args: Any) -> Any:
@@ -169,7 +169,7 @@ class Breaking:
         interpreter_builder.create_atomic_cas = patient_swap
         if mode == "wrong_order":
             matmul_run._ring = matmul_run._back
-        matmul_run._beside_copies = self.run  # type: ignore[assignment]
+        matmul_run._overlap_copies = self.run  # type: ignore[assignment]
         provider.workspace = self.space  # type: ignore[method-assign]
 
     def late(self, where: str) -> None:

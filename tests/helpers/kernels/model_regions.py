@@ -148,7 +148,7 @@ def _regions_of(folder: Path, rank: int, ranks: int, mesh: str) -> list[GraphReg
                     name,
                     which,
                     len(fused.programs),
-                    list(fused.near),
+                    list(fused.near_misses),
                     (fused.before, fused.after),
                     [program.text for program in dict.fromkeys(fused.programs)],
                 )

@@ -25,7 +25,7 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.run_search import SearchOptions, search
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine
 from tests.helpers.random_programs import Case
@@ -73,7 +73,9 @@ class Everything:
                 read = i < len(op.operands)
                 fused = self.fused
                 light = (
-                    fused.reads_lightly(op.index) if read else fused.made_by_light(v)
+                    fused.is_read_by_light(op.index)
+                    if read
+                    else fused.is_made_by_light_op(v)
                 )
                 end = End(("op", op.index), [row[i] for row in rows], light)
                 if read:
@@ -89,17 +91,17 @@ class Everything:
             zip(signature.inputs, program.inputs, strict=True)
         ):
             if v is not None and i not in tangents:
-                self.makers[v] = self._border(("in", i), v, declared.rest)
+                self.makers[v] = self._border(("in", i), v, declared.at_rest)
         for k, (out, v) in enumerate(
             zip(signature.outputs, program.outputs, strict=True)
         ):
             if v is None:
                 continue
             of = program.inputs[out.of] if out.of is not None else None
-            if of is not None and of != v and out.rest is None:
+            if of is not None and of != v and out.at_rest is None:
                 end = self.makers[of]
             else:
-                end = self._border(("out", k), v, out.rest)
+                end = self._border(("out", k), v, out.at_rest)
             self.readers[v].append(end)
             for i, other in tangents.items():
                 if other == k and program.inputs[i] is not None:
@@ -129,7 +131,7 @@ class Everything:
             specs += [Spec.of(dims) for dims in these]
         for spec in specs:
             if all(
-                may_split(n, self.mesh, axes)
+                can_split(n, self.mesh, axes)
                 for n, axes in zip(shape, spec.dims, strict=True)
             ):
                 found[spec] = None

@@ -175,13 +175,13 @@ def test_messages_and_reductions_are_paid() -> None:
     assert paid.seconds >= free.seconds + 6 * paid.sending * 0.99
 
 
-def laid(program: Program, along: str) -> Program:
+def as_planned(program: Program, along: str) -> Program:
     """The program with parameters that rest ``along`` the axis of stages."""
     shapes = {v: len(program.values[v].shape) for v in program.inputs if v is not None}
     inputs = tuple(
         replace(
             declared,
-            rest=None if along == "own" else Spec.whole(shapes[v]),
+            at_rest=None if along == "own" else Spec.whole(shapes[v]),
             stage_dim=0 if along == "split" else None,
         )
         if declared.kind == "parameter" and v is not None
@@ -221,7 +221,7 @@ def test_weights_are_exchanged_and_held_as_they_rest(
     assert pipeline is not None
     weights = sum(p.nbytes for p in layers().parameters())
     once, bytes_ = [], []
-    for program in (laid(trained(), "own"), laid(trained(), along)):
+    for program in (as_planned(trained(), "own"), as_planned(trained(), along)):
         cut = cut_in_time(program)
         assert cut is not None
         part = PartProgram(program, cut, parts, places, places)
@@ -447,7 +447,7 @@ def tried(of: SearchResult, mesh: str, step: StagedStep) -> Candidate:
 def test_more_microbatches_promise_what_memory_forbids_now() -> None:
     """Where a limit makes a plan slow, one for half as many rows may fit."""
     program, mesh = trained(), Mesh.parse("dp=4")
-    options = replace(SearchOptions(machine()), alike=True)
+    options = replace(SearchOptions(machine()), equal_layers=True)
     free = search(program, mesh, options, {})
     less = replace(options, memory=0.97 * free.solution.peak)
     tight = search(program, mesh, less, {})
@@ -507,7 +507,7 @@ def test_meshes_whose_stages_hold_their_weights_come_first() -> None:
 def test_a_glance_has_layers_alike() -> None:
     """And keeps to memory: what only fits in unlike layers is none."""
     program = trained()
-    options = replace(SearchOptions(machine()), alike=True)
+    options = replace(SearchOptions(machine()), equal_layers=True)
     free = search(program, Mesh.parse("dp=4"), options, {})
     assert free.bound == free.formulation.launches and free.solution.gap == 1.0
     peak, tied = free.solution.peak, free.formulation.problem.tied
@@ -565,7 +565,7 @@ def test_no_plan_holds_less_than_ranks_that_share_everything(parts: int) -> None
 
 
 def test_weights_that_rest_whole_are_not_shared() -> None:
-    program = laid(trained(), "whole")
+    program = as_planned(trained(), "whole")
     weights = 3 * sum(p.nbytes for p in layers().parameters())  # with Adam's state
     shared = least_bytes(trained(), whole_entries(trained()), 64)
     whole = least_bytes(program, whole_entries(program), 64)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fxpar
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph.builder import copy_of
-from fxpar.passes.order.forward_backward import are_run_alike, as_run, regather
+from fxpar.passes.order.forward_backward import as_run, is_same_program, regather
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.runtime.steps import plan_steps
@@ -71,13 +71,13 @@ def at_rest_on(program: Program, mesh: Mesh) -> Program:
     inputs = [
         i
         if v is None or i.kind != "parameter"
-        else replace(i, rest=at_rest(program.values[v].shape, mesh))
+        else replace(i, at_rest=at_rest(program.values[v].shape, mesh))
         for i, v in zip(signature.inputs, program.inputs, strict=True)
     ]
     outputs = [
         o
         if o.kind != "gradient" or o.of is None
-        else replace(o, rest=inputs[o.of].rest)
+        else replace(o, at_rest=inputs[o.of].at_rest)
         for o in signature.outputs
     ]
     signature = replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -113,7 +113,7 @@ def test_what_a_schedule_was_chosen_by_is_not_ordered_again(
     with mock.patch.object(plan_steps, "as_run", side_effect=as_run) as ordered:
         plan = planned(loss, **options)
         assert not ordered.called
-        with mock.patch.object(plan_steps, "are_run_alike", return_value=False):
+        with mock.patch.object(plan_steps, "is_same_program", return_value=False):
             assert planned(loss, **options).memory == plan.memory
         assert ordered.called
 
@@ -136,7 +136,7 @@ def test_programs_that_run_alike(change: str) -> None:
         relu.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     elif change == "result":
         output.args = ([*output.args[0][:-1], output.args[0][0]],)
-    assert are_run_alike(graph, shapes) == (change == "none")
+    assert is_same_program(graph, shapes) == (change == "none")
 
 
 def test_kinds_by_hand() -> None:

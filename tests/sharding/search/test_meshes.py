@@ -20,9 +20,9 @@ from fxpar.sharding.search import run_search
 from fxpar.sharding.search.mesh_candidates import (
     Auto,
     candidates,
+    distinct,
     in_nodes,
     read_auto,
-    unlike,
 )
 from fxpar.sharding.search.run_search import AGAIN, SearchOptions, search
 from fxpar.sharding.solver import Problem, Solution, solve, work_clock
@@ -96,10 +96,10 @@ def test_nodes_may_be_smaller_than_the_hardware_has_them() -> None:
 
 
 def test_orders_of_axes_with_one_link_are_alike() -> None:
-    alike = unlike(candidates(8, lookup("cpu")), lookup("cpu"))
+    alike = distinct(candidates(8, lookup("cpu")), lookup("cpu"))
     assert texts(alike) == ["dp=8", "dp=2,tp=4", "dp=2,cp=2,tp=2"]
     pairs = candidates(8, in_nodes(lookup("h100"), 2))
-    assert unlike(pairs, in_nodes(lookup("h100"), 2)) == pairs
+    assert distinct(pairs, in_nodes(lookup("h100"), 2)) == pairs
 
 
 # -- the choice, with searches that are made up --------------------------------------
@@ -241,7 +241,7 @@ def test_a_problem_that_does_not_fit_is_solved_again_within_the_seconds(
         return replace(solution, peak=float("inf"))
 
     monkeypatch.setattr(run_search, "solve", taking_all)
-    monkeypatch.setattr(run_search, "_is_above", lambda *_: False)
+    monkeypatch.setattr(run_search, "_is_over_limit", lambda *_: False)
     monkeypatch.setattr(run_search, "_FEW", few)
     run_search._solved(problem, SearchOptions(machine(), 8.0), 0.0)
     assert [is_free for is_free, _ in given] == [True, False]

@@ -19,7 +19,7 @@ from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.one_op import OneOp, is_expressible
 from fxpar.sharding.cost.hardware import Hardware, Peak
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.cost.op import contracts
+from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
@@ -46,7 +46,7 @@ for _module in (samples_core, samples_nn):
                 _name, _, _overload = _op.removeprefix("aten::").partition(".")
                 _packet = getattr(torch.ops.aten, _name)
                 _op = getattr(_packet, _overload or "default")
-            if not isinstance(_op, str) and contracts(_op):
+            if not isinstance(_op, str) and is_contraction(_op):
                 SAMPLES.setdefault(_op, []).extend(_calls)
 
 

@@ -27,16 +27,16 @@ def checked_key(key: Any) -> str:
     return key
 
 
-def take_kernels(told: Mapping[str, Any], *, is_folder_shared: bool) -> None:
+def take_kernels(sent: Mapping[str, Any], *, is_folder_shared: bool) -> None:
     """Take over what another rank knows of compiled kernels (``compiled_here``), its
     libraries only where both have one folder of caches."""
-    libraries = dict(told["libraries"]) if is_folder_shared else {}
+    libraries = dict(sent["libraries"]) if is_folder_shared else {}
     folder = Path(_torch.inductor.cache_dir()).resolve()
     for path, key in libraries.values():
         checked_key(key)
         if not Path(path).resolve().is_relative_to(folder):
             raise _refusal(f"the library {path!r}, which is not below {folder}")
-    cpp_kernels.take_compiled({**told, "libraries": libraries})
+    cpp_kernels.take_compiled({**sent, "libraries": libraries})
 
 
 def _refusal(what: str) -> RankMismatchError:

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 _SHAPED = {aten.expand.default}
 
 
-def keep_batch_apart(
+def split_merged_batch(
     graph: fx.Graph, rewriter: Builder, splits: Callable[[int, int], bool]
 ) -> None:
     """Rewrite a graph in place. ``splits(b, s)``: whether a batch of ``b`` and the dim
@@ -55,8 +55,8 @@ def _merged_sizes(
     before, after = shape_of(source), shape_of(node)
     if len(before) < 2 or after != (before[0] * before[1], *before[2:]):
         return None
-    batch, behind = before[:2]
-    return (batch, behind) if behind > 1 and splits(batch, behind) else None
+    batch, next_size = before[:2]
+    return (batch, next_size) if next_size > 1 and splits(batch, next_size) else None
 
 
 def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
@@ -125,15 +125,15 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
     if place is not None:
         if not all(_is_merged(read, rows) for read in tensors) or len(args) <= place:
             return None
-        dims = _dims_behind_batch(args[place], node)
+        dims = _dims_after_batch(args[place], node)
         return None if dims is None else [*args[:place], dims, *args[place + 1 :]]
     if not _is_pointwise(node):
         return None
     # A tensor of as many dims has the rows; one of fewer dims has other dims only.
-    alike = all(
+    has_batch_rows = all(
         len(shape_of(read)) < len(shape) or _is_merged(read, rows) for read in tensors
     )
-    return args if alike else None
+    return args if has_batch_rows else None
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -143,7 +143,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target in pointwise.ROWS
 
 
-def _dims_behind_batch(dims: Any, node: fx.Node) -> Any:
+def _dims_after_batch(dims: Any, node: fx.Node) -> Any:
     """Return the dims of an op, each plus 1 for the split batch; None if the first dim
     is among them."""
     source: Any = node.args[0]

@@ -25,11 +25,11 @@ aten = torch.ops.aten
 LEAST = 8
 
 
-def copy_together(graph: fx.Graph) -> None:
+def copy_into_buckets(graph: fx.Graph) -> None:
     """Let torch copy buckets most of whose parts are in memory, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts = node.args[0] if node.args else node.kwargs["tensors"]
-        in_memory = sum(map(_lies_in_memory, parts))
+        in_memory = sum(map(_is_in_memory, parts))
         if in_memory >= LEAST and 2 * in_memory > len(parts):
             register_joins()
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -37,7 +37,7 @@ def copy_together(graph: fx.Graph) -> None:
             node.args, node.kwargs = (parts, dim), {}
 
 
-def _lies_in_memory(part: fx.Node) -> bool:
+def _is_in_memory(part: fx.Node) -> bool:
     """Return whether a part is, or is a view of, a graph input or a body's result."""
     base = viewed(part)
     if base.op == "placeholder":

@@ -20,7 +20,7 @@ from torch import fx
 PART = "fxpar_part"
 
 
-def parts_apart(
+def keep_parts_separate(
     graphs: Iterable[fx.Graph],
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Inductor fuses no ops of different parts that do not

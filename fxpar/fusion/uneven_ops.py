@@ -1,7 +1,7 @@
 """Closes ops on unequal shards into regions, so that a schedule can skip them.
 
 In: a local graph with steps. Out: the same graph in which each op that reads or makes a
-value which is not as large on every rank is a region of its own (``UnlikeOp``). Verbs
+value which is not as large on every rank is a region of its own (``UnevenOp``). Verbs
 cut all shards equally, so that they never look into it; all other nodes stay, so that
 verbs apply around it. ``fuse_nodes.inline`` opens the regions again.
 """
@@ -16,19 +16,19 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph.builder import UNEVEN, copy_of
-from fxpar.passes.rank_sizes import is_size, is_uneven, unlike
+from fxpar.passes.rank_sizes import is_size, is_uneven, uneven_nodes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rank_ints import PLACES, SIZES
 
 
-class UnlikeOp(CallableRegion):
+class UnevenOp(CallableRegion):
     """Is a region of one op on unequal shards."""
 
 
-def has_unlike_shards(graph: fx.Graph) -> bool:
+def has_uneven_ops(graph: fx.Graph) -> bool:
     """Return whether some shards of a graph are unequal, and its ops are not closed
     yet."""
-    if any(isinstance(node.target, UnlikeOp) for node in graph.nodes):
+    if any(isinstance(node.target, UnevenOp) for node in graph.nodes):
         return False
     return is_uneven(graph) or bool(graph.output_node().meta.get(UNEVEN))
 
@@ -36,13 +36,13 @@ def has_unlike_shards(graph: fx.Graph) -> bool:
 def is_closed(node: fx.Node) -> bool:
     """Return whether a node is a result of a closed op."""
     source: Any = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and isinstance(source.target, UnlikeOp)
+    return isinstance(source, fx.Node) and isinstance(source.target, UnevenOp)
 
 
 def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
     """Return a copy with each op on unequal shards as a region; the graph itself if all
     shards are equal or closed."""
-    if not has_unlike_shards(graph):
+    if not has_uneven_ops(graph):
         return graph
     graph = copy_of(graph)
     close(graph, mesh, fake_mode)
@@ -51,7 +51,7 @@ def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
 
 def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Make each op on unequal shards a region, in place."""
-    values = unlike(graph, mesh, fake_mode)
+    values = uneven_nodes(graph, mesh, fake_mode)
     values.update(n for n in graph.nodes if n.target in SIZES)
     for node in list(graph.nodes):
         reads = not values.isdisjoint(node.all_input_nodes)
@@ -79,7 +79,7 @@ def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
     inner.meta = dict(node.meta)
     part.output((inner,))
     with graph.inserting_before(node):
-        region = graph.call_function(UnlikeOp(part), tuple(copies))
+        region = graph.call_function(UnevenOp(part), tuple(copies))
         region.meta = {"val": (node.meta.get("val"),)}
         region.meta["fxpar_origin"] = node.meta.get("fxpar_origin", node.name)
         item = graph.call_function(operator.getitem, (region, 0))
