@@ -1,4 +1,8 @@
-"""The command line, ``python -m fxpar``: thin, each command is a few calls."""
+"""Runs the command line, ``python -m fxpar``: each command is a few calls.
+
+In: the arguments of a process. Out: text, files that were asked for, an exit status.
+Never: an algorithm.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ ABOUT = "Try fxpar, plan for any mesh without devices, see what a run planned."
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; each command's function is its default ``run``."""
+    """Return the parser; each command's function is its default ``run``."""
     top = argparse.ArgumentParser(prog="python -m fxpar", description=ABOUT)
     commands = top.add_subparsers(required=True, metavar="command")
 
@@ -138,7 +142,7 @@ def _nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(what) from None
 
 
-# What is said of planning a program.
+# Options that say how to plan a program.
 _HOW = ("args", "mesh", "mode", "hints", "hardware", "memory", "shard", "grad")
 
 # The exit status if a plan needs more memory than a rank has.

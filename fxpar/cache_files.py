@@ -1,9 +1,9 @@
-"""Keep files beside Inductor's caches, for other ranks and later runs, and write those
-that a user asks for.
+"""Keeps files next to Inductor's caches, for other ranks and later runs, and writes
+those that a user asks for.
 
-In: a path (of what is kept, below ``folder()``) and a text. Out: the file, written in
-one step, so that who reads it sees all of it or nothing, also where several ranks write
-it. Files are never deleted here.
+In: a path (below ``folder()``, if the file is kept for later) and a text. Out: the
+file, written in one step, so that a reader sees all of it or nothing, also where
+several ranks write it. Never: a file deleted.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ _MARK = re.compile("[0-9a-f]{32}")
 
 
 def folder() -> Path:
-    """The folder of fxpar's files (in TORCHINDUCTOR_CACHE_DIR)."""
+    """Return the folder of fxpar's files (in TORCHINDUCTOR_CACHE_DIR)."""
     return Path(_torch.inductor.cache_dir()) / "fxpar"
 
 
 def folder_text() -> str:
-    """A text of the folder: equal on processes that see the same one at the same path,
-    by which files of it may be told."""
+    """Return a text that is equal on processes that see the same folder at the same
+    path."""
     return f"{folder_mark()} {folder().resolve()}"
 
 
 def folder_mark() -> str:
-    """A word of the folder: equal on processes that see the same one. One that cannot
-    be written is seen by one process alone, as one whose word is damaged is, until the
-    next start."""
+    """Return a word that is equal on processes that see the same folder. Where it
+    cannot be written, or was damaged until now, each process has a word of its own."""
     mark = uuid.uuid4().hex
     with contextlib.suppress(OSError):
         path = folder() / "mark"
@@ -63,9 +62,9 @@ def folder_mark() -> str:
 def read_record(
     path: Path, form: str, key: str, decode: Callable[[dict[str, Any]], T]
 ) -> T | None:
-    """What ``decode`` makes of what ``write_record`` wrote there in this form under
-    this key. None if nothing is there, or what is there is damaged, another's, or
-    nothing that can be decoded, which the log says."""
+    """Return the data that ``write_record`` wrote there in this form under this key, as
+    ``decode`` returns it. None if there is no file, or, with a line in the log, if it
+    is damaged, of another form or key, or cannot be decoded."""
     try:
         data = json.loads(path.read_bytes())
         if (data["format"], data["key"]) == (form, key) == _intact(data):
@@ -79,7 +78,7 @@ def read_record(
 
 
 def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
-    """Keep what ``json`` can write, in one step. Where the disk refuses, nothing is
+    """Keep data that ``json`` can write, in one step. If the disk refuses, nothing is
     kept."""
     text = json.dumps({**data, "format": form, "key": key}, sort_keys=True)
     with contextlib.suppress(OSError):
@@ -87,15 +86,15 @@ def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
 
 
 def _intact(data: dict[str, Any]) -> tuple[str, str] | None:
-    """The form and the key of data whose digest is right."""
+    """Return the form and the key of data whose digest is right, else None."""
     same = data["digest"] == _digest(data)
     return (data["format"], data["key"]) if same else None
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """Of all but the digest."""
-    rest = {k: v for k, v in data.items() if k != "digest"}
-    return _digest_of(json.dumps(rest, sort_keys=True))
+    """Return the digest of all other entries."""
+    others = {k: v for k, v in data.items() if k != "digest"}
+    return _digest_of(json.dumps(others, sort_keys=True))
 
 
 def _digest_of(text: str) -> str:

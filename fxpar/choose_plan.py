@@ -48,8 +48,9 @@ from fxpar.units import percent_more, short_seconds
 _UNSCHEDULED, _LOWERED, _SHARE = "order_stages", "reshard_after_forward", 0.9
 # The share of the seconds that a search takes for a choice that makes another graph.
 _TRIAL = 0.5
-# Of plans whose steps take so many times as long as the shortest at most, the one that
-# holds the fewest bytes is taken, if these are at most such a share of the shortest's.
+# Among plans whose steps take at most so many times as long as the shortest, the one
+# that holds the fewest bytes is taken, if it holds at most such a share of the bytes
+# that the shortest holds.
 _TIE, _LESS = 1.001, 0.99
 
 

@@ -221,7 +221,7 @@ class Compilation:
         self.declared: list[Input] = []
         self.rest_inputs: set[int] = set()  # inputs that are parameters of fxpar.shard
         self.root = torch.nn.Module()  # holds the graph's constants
-        # What is asked of the pipeline, and what it gives.
+        # The request to the pipeline, and its result.
         self.request = _request_of(job, f"graph{number}")
         self.result: JointState | None = None  # none where AOTAutograd cached it
         self.regions: list[str] = []
@@ -461,7 +461,7 @@ class Compilation:
             forward = len(self.launches)
             with _reporting_to_others(but=()):
                 compiled = self._lower(graph, which, generate)
-                # Of a known plan, a rank may have it from AOTAutograd's cache.
+                # With a known plan, a rank may have it from AOTAutograd's cache.
                 if not self.follows_plan and self.plan and self.plan.collectives:
                     tag = f"the backward of graph{self.number}, compiled"
                     agree_on_launches(tag, self.launches[forward:])
@@ -580,7 +580,7 @@ class Compilation:
     ) -> Compiled:
         """Return what was compiled, with its checks; keep a new program on disk for the
         next start."""
-        # What has generated kernels is not kept: they are made when it is compiled.
+        # Code with generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.follows_plan
         if self.entry and is_new and not self.regions and self.ranks.rank == 0:
             known_programs.keep(self.entry, self._record())

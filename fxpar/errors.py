@@ -1,9 +1,8 @@
-"""Every error and warning fxpar raises: what is wrong, where in the user's code, what
-to do.
+"""Defines the errors and warnings of fxpar: a fact, the user's line, one fix.
 
-A message has at most three parts, always in this order: the fact, ``at:`` the user's
-own source line where one is known, and ``fix:`` one thing to do. Nothing here knows
-about graphs or meshes.
+In: the parts of a message. Out: an error or a warning, whose text has at most three
+parts, always in this order: the fact, ``at:`` the user's own source line where one is
+known, and ``fix:`` one thing to do. Never: knows a graph or a mesh.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Values of options: what a user wrote, text or not, is read and checked.
+"""Reads and checks the values of options as a user wrote them.
 
-Each function takes what stands in ``options=`` or a variable and returns the value, or
-raises ValueError that says what to write instead. ``config`` has the options.
+In: an entry of ``options=``, or the text of a variable. Out: the value, or a ValueError
+that says what to write instead. Never: knows which option it reads; ``config`` does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Reader = Callable[[Any], Any]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The known word most like ``word``, as ``did you mean 'mesh'?``, or nothing."""
+    """Return the known word most like ``word``, as ``did you mean 'mesh'?``, or ""."""
     close = difflib.get_close_matches(word, list(words), n=1)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 def choice(*names: str) -> Reader:
-    """One of the names."""
+    """Return a reader of one of the names."""
 
     def read(value: Any) -> str:
         if value in names:
@@ -38,14 +38,14 @@ def choice(*names: str) -> Reader:
 
 
 def level(value: Any) -> int:
-    """A number from 0 to 4."""
+    """Read a number from 0 to 4."""
     if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
         return int(value)
     raise ValueError("use a number from 0 to 4")
 
 
 def switch(value: Any) -> bool:
-    """Whether something is on."""
+    """Read whether something is on."""
     words = {"1": True, "true": True, "yes": True, "on": True}
     words |= {"0": False, "false": False, "no": False, "off": False}
     try:
@@ -55,7 +55,7 @@ def switch(value: Any) -> bool:
 
 
 def passes(*every: str) -> Reader:
-    """Names of passes that are one of ``every``, separated by commas or in a list."""
+    """Return a reader of names among ``every``, separated by commas or in a list."""
 
     def read(value: Any) -> frozenset[str]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -74,14 +74,14 @@ def passes(*every: str) -> Reader:
 
 
 def text(value: Any) -> str:
-    """Text, or a path."""
+    """Read text, or a path."""
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
     raise ValueError("use text")
 
 
 def file(value: Any) -> str:
-    """The path of a file that is there."""
+    """Read the path of a file that is there."""
     path = text(value)
     if not Path(path).is_file():
         raise ValueError("there is no such file")
@@ -89,7 +89,7 @@ def file(value: Any) -> str:
 
 
 def hints(value: Any) -> Any:
-    """Hints in a mapping, or the path of a file of them."""
+    """Read hints in a mapping, or the path of a file of them."""
     return value if isinstance(value, Mapping) else file(value)
 
 
@@ -106,7 +106,7 @@ _SET_BY_FXPAR = {
 
 
 def inductor(value: Any) -> tuple[tuple[str, Any], ...]:
-    """Settings of Inductor by name: those of a mode, or each as it is given."""
+    """Read settings of Inductor by name: those of a mode, or each as it is given."""
     if isinstance(value, str):
         value = choice(*_torch.inductor.modes())(value)
         value = _torch.inductor.modes()[value]
@@ -133,7 +133,7 @@ def inductor(value: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def positive(value: Any) -> float:
-    """A number above 0."""
+    """Read a number above 0."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -144,7 +144,7 @@ def positive(value: Any) -> float:
 
 
 def count(value: Any) -> int:
-    """A whole number from 1 on."""
+    """Read a whole number from 1 on."""
     digits = str(value)
     if isinstance(value, bool) or not digits.isdecimal() or int(digits) < 1:
         raise ValueError("use a whole number from 1 on")
@@ -152,7 +152,7 @@ def count(value: Any) -> int:
 
 
 def share(value: Any) -> float:
-    """A number from 1 on."""
+    """Read a number from 1 on."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -166,7 +166,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def dtype(value: Any) -> str:
-    """The name of a floating-point dtype, without ``torch.``."""
+    """Read the name of a floating-point dtype; ``torch.`` may be before it."""
     name = str(value).removeprefix("torch.")
     if name in _DTYPES:
         return name
@@ -175,7 +175,7 @@ def dtype(value: Any) -> str:
 
 
 def mesh(value: Any) -> Any:
-    """Text, a Mesh or a DeviceMesh: the latter two know their axes by these names."""
+    """Read text, a Mesh or a DeviceMesh: both have one of these attributes."""
     if isinstance(value, str) or any(
         hasattr(value, name) for name in ("axes", "mesh_dim_names")
     ):
@@ -184,7 +184,7 @@ def mesh(value: Any) -> Any:
 
 
 def plan(value: Any) -> str:
-    """How to plan, or the path of a saved plan."""
+    """Read how to plan, or the path of a saved plan."""
     modes = ("propagate", "replicate", "search")
     word = text(value)
     if word in modes or Path(word).exists():

@@ -70,7 +70,7 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     return result or trace
 
 
-# Of the error of rank 0, in the store.
+# Key, in the store, of the error of rank 0.
 _KEY = "fxpar/error of rank 0"
 
 

@@ -1,4 +1,7 @@
-"""Seconds, bytes and source lines as text that a person reads."""
+"""Formats seconds, bytes and source lines as text that a person reads.
+
+In: numbers and lines. Out: text. Never: knows what they measure.
+"""
 
 from __future__ import annotations
 

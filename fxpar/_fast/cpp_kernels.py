@@ -74,7 +74,7 @@ def kernels_in_libraries(phase: str = LOADING) -> Iterator[None]:
             put()
 
 
-# What is to be waited for when the context of this thread ends; None outside of it.
+# Functions that wait, called when the context of this thread ends; None outside of it.
 _BEGUN: contextvars.ContextVar[list[Callable[[], None]] | None]
 _BEGUN = contextvars.ContextVar("_BEGUN", default=None)
 

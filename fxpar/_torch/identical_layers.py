@@ -40,7 +40,7 @@ class LayerGuard:
     guard: Any
     # Dynamo's check of a value; None if the guard says nothing of a value.
     check: Any
-    # What the check takes from the traced layer's value.
+    # The value that the check compares with, read from the traced layer.
     expected: Any
 
 

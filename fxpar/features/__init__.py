@@ -1,4 +1,8 @@
-"""Lists the features; each is a folder that says what it adds (``feature``)."""
+"""Lists the features; each is a folder with a ``FEATURE`` (``feature``).
+
+In: nothing. Out: ``FEATURES``, from which ``fxpar.pipeline`` makes its list. Never: a
+module of a feature imported, but for its ``__init__``, until its ops are registered.
+"""
 
 from importlib import import_module
 

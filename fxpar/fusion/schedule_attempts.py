@@ -46,7 +46,7 @@ class SimulatedRun:
     lowered: fx.Graph
     # In the order in which it runs.
     phases: PhasesAsRun
-    # Of the phases.
+    # The launches of the phases.
     launches: Launches
 
 

@@ -45,9 +45,9 @@ _TOTAL = "together"
 class _Stages:
     """Holds the seconds counted in this process."""
 
-    # Of each stage without the stages inside it, since the last table.
+    # By stage, without the stages inside it, since the last table.
     seconds: dict[str, float] = field(default_factory=dict)
-    # What torch had counted when the last table was made.
+    # Torch's own counts when the last table was made.
     torch: Mapping[str, float] = field(default_factory=dict)
 
 

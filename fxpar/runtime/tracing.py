@@ -47,7 +47,7 @@ class Outcome:
     mutations: dict[str, torch.Tensor]
 
 
-# What a program does that cannot be in one graph, and one fix for it.
+# Features of a program that cannot be in one graph, and one fix for each.
 _REFUSED = {
     "value": (
         "reads the value of a tensor in Python",

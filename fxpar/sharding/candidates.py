@@ -253,7 +253,7 @@ def choose(
 class _Round:
     """Describes a search of several candidates, the most promising first."""
 
-    # Of each search of the round.
+    # The options of each search of the round.
     options: SearchOptions
     # Seconds of work, from the start of the first round, after which no search begins.
     end: float

@@ -70,7 +70,7 @@ def _whole(program: Program) -> Signature:
         for end, v in zip(signature.inputs, program.inputs, strict=True)
     )
     outputs = (
-        replace(end, at_rest=whole(v), lie="whole")
+        replace(end, at_rest=whole(v), layout="whole")
         for end, v in zip(signature.outputs, program.outputs, strict=True)
     )
     return Signature(tuple(inputs), tuple(outputs), signature.tangents)

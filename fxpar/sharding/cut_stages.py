@@ -34,15 +34,15 @@ class StageMemory:
     """Holds the memory that ops of a chain need on a rank, by which stages are
     judged."""
 
-    # Of each stage: bytes that its place has for it.
+    # By stage, the bytes that its place has for it.
     room: tuple[float, ...]
-    # Of each stage: microbatches whose activations it holds at a time.
+    # By stage, the microbatches whose activations it holds at a time.
     in_flight: tuple[float, ...]
     # Held throughout a step.
     throughout: Sequence[Held]
     # Held for one microbatch, until its backward.
     saved: Sequence[Held]
-    # Of each op: bytes that live only while it runs, or while its backward does.
+    # By op, the bytes that live only while it runs, or while its backward does.
     passing: Sequence[float]
     # Bytes that every place holds in addition; ``room`` does not include them.
     every: float = 0.0

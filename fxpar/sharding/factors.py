@@ -68,7 +68,7 @@ class Gathered:
 
     # The factor.
     factor: str
-    # Of the tensor that is gathered, among ``Rule.tensors``.
+    # Position, among ``Rule.tensors``, of the tensor that is gathered.
     position: int
     # Rows per shard, if the tensor has the factor.
     rows: int = 1
@@ -121,7 +121,7 @@ class RowWindow:
     a result, the rows of which the rank computes a part, which is added to their
     owners' rows."""
 
-    # Of the tensor with these rows, among ``Rule.tensors``.
+    # Position, among ``Rule.tensors``, of the tensor with these rows.
     position: int
     # The tensor's dim.
     dim: int
@@ -203,7 +203,7 @@ class Rule:
     # "fill", it runs on a row of zeros that is cut off its results, with no sum over
     # it; "never", no such rank is allowed.
     empty: str = "run"
-    # What ranks gather from all shards, where the factor is split.
+    # Summaries that ranks gather from all shards, where the factor is split.
     gathered: tuple[Gathered, ...] = ()
     # Rows that ranks exchange, dim by dim. Tensors have different numbers of rows of
     # these dims, and one factor: its size is the smallest of the numbers but 0.

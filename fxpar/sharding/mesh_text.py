@@ -35,7 +35,7 @@ SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[
 class AxisText:
     """Holds the contents of the text of one axis."""
 
-    # Of the axis, not of its parts.
+    # The axis's name, not that of a part.
     name: str
     # One size, or the sizes of its parts, major to minor.
     sizes: tuple[int, ...]

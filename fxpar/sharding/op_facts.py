@@ -90,10 +90,10 @@ class OpFacts:
     communicates: bool = False
     # Its work for each element, a class of ``hardware.LIGHT``.
     work: str = "step"
-    # Of a pool and of its backward, the position of the window argument; ``work`` is
+    # For a pool and its backward, the position of the window argument; ``work`` is
     # done for each element of each window.
     window: int | None = None
-    # Of a product of matrices, the position of its first factor.
+    # For a product of matrices, the position of its first factor.
     product: int | None = None
     # The factors of the product, as in a rule; "" if it does more than multiply and
     # add.

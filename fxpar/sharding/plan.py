@@ -35,7 +35,7 @@ class Collective:
     kind: str
     # The axes that it goes over.
     axes: tuple[str, ...]
-    # Of the complete tensor on one rank; of a reduce_scatter, of its input.
+    # Size of the complete tensor on one rank; for a reduce_scatter, of its input.
     bytes: int
     # Node, and the user's line.
     source: str
@@ -45,7 +45,7 @@ class Collective:
 class NodePlan:
     """Describes one op: its strategy, and the specs of its operands and results."""
 
-    # Of its node.
+    # Its node's name.
     name: str
     # As the graph calls it.
     op: str
@@ -61,7 +61,7 @@ class NodePlan:
     settled: tuple[Spec, ...]
     # Global, of operands and results.
     shapes: tuple[tuple[int, ...], ...]
-    # Of operands and results, as text.
+    # As text, of operands and results.
     dtypes: tuple[str, ...]
     # As text.
     rule: str
@@ -112,9 +112,9 @@ class Moved:
     steps: tuple[str, ...]
     # Number of reshards.
     calls: int
-    # Of all of them, each counted as in ``Collective``.
+    # Total of all calls, each counted as in ``Collective``.
     bytes: int
-    # Of all of them; None if no hardware is known.
+    # Total of all calls; None if no hardware is known.
     seconds: float | None
     # The user's source line.
     line: str
@@ -138,8 +138,8 @@ class Plan:
     values: tuple[tuple[str, Spec], ...]
     # In order of the graph.
     nodes: tuple[NodePlan, ...]
-    # Of one step in the order they run, before small ones are joined; collectives that
-    # forward and backward both run are listed twice.
+    # Those of one step in the order they run, before small ones are joined; collectives
+    # that forward and backward both run are listed twice.
     collectives: tuple[Collective, ...]
     # Ops without a rule, whose operands were made whole.
     unknown: tuple[str, ...] = ()
@@ -168,9 +168,9 @@ class Plan:
     step_seconds: float | None = field(default=None, compare=False)
     # Near misses: rewrites that were not made, and why.
     near: tuple[str, ...] = field(default=(), compare=False)
-    # Of a compiled graph: parts that run as generated kernels, how, and why.
+    # In a compiled graph, the parts that run as generated kernels, how, and why.
     regions: tuple[str, ...] = field(default=(), compare=False)
-    # Of a mesh with an axis of stages, in the order of the forward.
+    # On a mesh with an axis of stages, its stages in the order of the forward.
     stages: tuple[PipelineStage, ...] = ()
     # Requested or searched for the stages; None: the usual number.
     microbatches: int | None = None

@@ -63,7 +63,7 @@ class Request:
     free_along_stages: str = "own"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
-    # What the user asks for; a field of the same name comes before an option.
+    # The user's options; a field of the same name comes before an option.
     options: Options = field(default_factory=Options)
     # Parts that a rank cuts its batch into; None: 1, or as stages need.
     microbatches: int | None = None
@@ -82,7 +82,7 @@ class Request:
     cached: bool = False
     # Whether the graph contains the backward of its step.
     step: bool = False
-    # Of the graph, in dumps and logs.
+    # The graph's name in dumps and logs.
     name: str = "plan"
     # The rank that plans; None: one process plans for all.
     rank: int | None = None

@@ -38,14 +38,14 @@ PHASE = "fxpar_phase"
 class Input:
     """Describes one graph input."""
 
-    # Of the argument or parameter.
+    # The argument's or parameter's name.
     name: str
     # "input", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
     # The spec it is laid out in; None lets the plan choose.
     at_rest: Spec | None = None
     # How the program should use the value, as a hint (entries per dim, or a Spec);
-    # ``rest`` is no hint.
+    # ``at_rest`` is no hint.
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages also splits at rest, as the minor axis.
     stage_dim: int | None = None
@@ -71,30 +71,30 @@ class Input:
 class Output:
     """Describes one graph output."""
 
-    # Of the result, or of the input whose gradient or new value it is.
+    # The name of the result, or of the input whose gradient or new value it is.
     name: str
     # "output", "gradient" or "mutation".
     kind: str = "output"
     # The input of a gradient or a mutation.
     of: int | None = None
-    # The spec it must have; None: as ``lie`` says.
+    # The spec it must have; None: as ``layout`` says.
     at_rest: Spec | None = None
     # "open": as the plan has it; "even": the same, but whole in dims of unequal shards;
     # "whole".
-    lie: str = "open"
+    layout: str = "open"
     # As in an Input.
     stage_dim: int | None = None
 
     @property
     def is_free(self) -> bool:
         """Return whether the plan chooses its layout."""
-        return self.at_rest is None and self.lie == "open"
+        return self.at_rest is None and self.layout == "open"
 
     def spec(self, settled: Spec) -> Spec:
         """Return the spec of the output, given the spec in which its value settled."""
         if self.at_rest is not None:
             return self.at_rest
-        if self.lie in ("open", "even"):
+        if self.layout in ("open", "even"):
             return settled.without_partial()
         return Spec.whole(len(settled.dims))
 
@@ -117,11 +117,10 @@ class Value:
 
     # In ``Program.values``.
     index: int
-    # Of its node, with the number of the result where an op has several.
+    # Its node's name, with the number of the result where an op has several.
     name: str
     # Global; a size that is left open has its hint.
     shape: tuple[int, ...]
-    # Of its elements.
     dtype: torch.dtype
     # Its shape with the sizes that the program leaves open as symbols.
     open: tuple[Any, ...] = field(default=(), compare=False)
@@ -149,7 +148,7 @@ class Op:
 
     # In ``Program.ops``.
     index: int
-    # Of its node.
+    # Its node's name.
     name: str
     # The op that it calls.
     target: Any
@@ -192,7 +191,7 @@ class Program:
     inputs: list[int | None]
     # Value of each output; None: not a tensor.
     outputs: list[int | None]
-    # Of the graph.
+    # The graph's signature.
     signature: Signature
     # Value -> (op index, position among its results).
     producers: dict[int, tuple[int, int]]

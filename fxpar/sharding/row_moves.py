@@ -64,9 +64,9 @@ class Exchange:
     moves: RowMoves
     # The axes that split the dim, major to minor.
     axes: Axes
-    # Of each operand whether the axes split it.
+    # For each operand, whether the axes split it.
     split_sources: tuple[bool, ...]
-    # Of each result whether the axes split it.
+    # For each result, whether the axes split it.
     split_targets: tuple[bool, ...]
 
     @cached_property

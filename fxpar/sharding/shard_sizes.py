@@ -95,7 +95,7 @@ def smallest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
 def is_even(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Return whether all shards are equal."""
     if has_shares(mesh, axes):
-        # Of an open size it is unknown.
+        # For an open size it is unknown.
         return isinstance(rows, int) and len(_sizes(rows, mesh, axes)) == 1
     return rows % mesh.count(axes) == 0
 

@@ -155,8 +155,8 @@ def exchange_of(
         [mesh.count(spec.dims[moves.dim]) > 1 for spec in specs]
         for specs in (operands, results)
     ]
-    lie = (spec.dims[moves.dim] for spec in (*operands, *results))
-    axes = next((axes for axes in lie if mesh.count(axes) > 1), ())
+    layouts = (spec.dims[moves.dim] for spec in (*operands, *results))
+    axes = next((axes for axes in layouts if mesh.count(axes) > 1), ())
     return Exchange(moves, axes, *map(tuple, split))
 
 

@@ -1,8 +1,8 @@
 """Describes the strategy of an op: which mesh axes split which factors of its rule.
 
 From a rule and a strategy follow the specs of operands and results; ``project`` goes
-the other way. ``fits`` and ``expressible`` say whether tensors can be laid out in
-contiguous shards by a strategy.
+the other way. ``fits`` says whether tensors can be laid out in contiguous shards by a
+strategy.
 In: a Rule, a Mesh, axes by factor. Out: specs, axes by factor, whether they fit.
 Never: chooses a strategy.
 """

@@ -54,7 +54,7 @@ def planned(
     for k, out in enumerate(signature.outputs):
         rest = rests.get(out.name) if out.kind == "gradient" else None
         if rest is None:
-            outputs.append(replace(out, lie="whole"))
+            outputs.append(replace(out, layout="whole"))
             continue
         outputs.append(replace(out, at_rest=rest))
         with module.graph.inserting_before(module.graph.output_node()):

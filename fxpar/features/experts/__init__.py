@@ -1,4 +1,8 @@
-"""Adds mixtures of experts: tokens go to the ranks that hold their experts."""
+"""Adds mixtures of experts: tokens go to the ranks that hold their experts.
+
+In: a graph with grouped products. Out: rows of the list, which are on for it. Never: a
+change to a graph without such products.
+"""
 
 from __future__ import annotations
 

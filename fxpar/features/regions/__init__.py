@@ -1,4 +1,8 @@
-"""Adds manual regions (``fxpar.shard_map``), and bodies of branches and loops."""
+"""Adds manual regions (``fxpar.shard_map``), and bodies of branches and loops.
+
+In: a graph with edges of regions or with bodies. Out: rows of the list, which are on
+for it. Never: a change to a graph without them.
+"""
 
 from __future__ import annotations
 

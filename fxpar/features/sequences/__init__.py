@@ -1,4 +1,8 @@
-"""Adds attention over split sequences, and softmax over split dims."""
+"""Adds attention over split sequences, and softmax over split dims.
+
+In: a graph with attention, or with a maximum along a dim. Out: rows of the list, which
+are on for it. Never: a change to a graph without them.
+"""
 
 from __future__ import annotations
 

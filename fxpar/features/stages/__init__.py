@@ -1,4 +1,8 @@
-"""Adds pipeline stages, and parts of a batch that run one after the other."""
+"""Adds pipeline stages, and parts of a batch that run one after the other.
+
+In: a request with a pipeline or with microbatches. Out: rows of the list, which are on
+for it. Never: a change to a program whose request has neither.
+"""
 
 from __future__ import annotations
 

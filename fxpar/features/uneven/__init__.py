@@ -1,5 +1,8 @@
-"""Adds that rows of a split dim move between ranks, and that shards may be uneven: ops
-that shift, repeat or interleave rows get forms that may be split."""
+"""Adds that rows of a split dim move between ranks, and that shards may be uneven.
+
+In: a graph with ops that shift, join, repeat or interleave rows. Out: rows of the list,
+which give these ops forms that may be split. Never: a change to a graph without them.
+"""
 
 from __future__ import annotations
 

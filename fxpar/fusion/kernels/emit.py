@@ -298,7 +298,7 @@ class _Writer:
         """Return the text of a line, and whether it differs between lanes."""
         if line.op == IOTA:
             options = dict(line.kwargs)
-            # Of 64 bits, as all integers are: places have 32.
+            # In 64 bits, as all integers are: places have 32.
             at = f"tl.cast({place.text}, tl.int64)"
             return f"{at} * {options['step']} + {options['start']}", place.block
         if line.op == SEED:

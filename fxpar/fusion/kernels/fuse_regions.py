@@ -1,6 +1,6 @@
 """Makes single ops of regions of a graph, in place.
 
-In: the graph of a forward or a backward after ``passes.schedule``. Out: the graph in
+In: the graph of a forward or a backward after ``order_collectives``. Out: the graph in
 which each region that pays is one ``fxpar::region``; and a ``Fused``, which reports the
 regions and near misses. A region pays if it moves fewer bytes through memory than the
 kernels that Inductor would make of it. Kernels compute in float32 with the graph's

@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 4, 8)
 ALIGNED = 16  # bytes that a thread reads at a time
 
-# Of a barrier: round trips one after the other, to the others' signals and to the own,
+# A barrier's round trips one after the other, to the others' signals and to the own,
 # for any number of ranks; and seconds of one, half of those that make one shot and two
 # shot of 8 ranks equal at 130 KB, where a barrier took as many.
 TRIPS, TRIP = 2, 0.85e-6
@@ -52,7 +52,7 @@ class GroupFacts:
     kernels: bool
     # Whether they reach other ranks' memory.
     shared: bool
-    # Of the link, bytes/s one way.
+    # The link's, in bytes/s one way.
     bandwidth: float = 4e11
     # Whether that memory has an address through which a switch sums.
     multicast: bool = False

@@ -116,8 +116,8 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     return x
 
 
-# Ops that do not run by their own kernels: a gather on CPU runs as ``passes.schedule``
-# says.
+# Ops that do not run by their own kernels: a gather on CPU runs as
+# ``give_outputs`` makes it.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],

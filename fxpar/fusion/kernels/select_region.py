@@ -9,8 +9,8 @@ could overlap with it: nodes that depend on a later contraction are left out. Wh
 schedule's line ``fuse`` made a region, that one grows, and nothing else; then it may
 wait.
 
-In: a graph after ``passes.schedule``. Out: members, and near misses: nodes that ended a
-region although they might have been in it, with the reason. Never changes the graph.
+In: a graph after ``order_collectives``. Out: members, and near misses: nodes that ended
+a region although they might have been in it, with the reason. Never changes the graph.
 Shapes, dtypes and the order of nodes decide, equally on all ranks.
 """
 

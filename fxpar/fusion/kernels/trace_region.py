@@ -1,10 +1,10 @@
 """Makes a program of nodes of a bound graph.
 
-In: nodes of a graph after ``passes.schedule``, in order, and which of them others read.
-Out: an ``Outline``: the program, and its arguments: nodes, numbers, the name of the
-group. Values that differ between ranks or between identical layers become numbers or
-are left out: where a slice of random numbers begins, which seed, devices, the group.
-Never changes the graph.
+In: nodes of a graph after ``order_collectives``, in order, and which of them others
+read. Out: an ``Outline``: the program, and its arguments: nodes, numbers, the name of
+the group. Values that differ between ranks or between identical layers become numbers
+or are left out: where a slice of random numbers begins, which seed, devices, the
+group. Never changes the graph.
 """
 
 from __future__ import annotations

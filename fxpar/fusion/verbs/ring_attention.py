@@ -9,7 +9,8 @@ neighbour, and no rank ever holds all of them. A rank attends its queries to eac
 while the next one is on its way, and merges the results by log-sum-exp. In a backward
 the gradients of keys and values travel as well, in place of the reduce-scatters that
 follow, and arrive at their owners in the end. With a causal mask, parts depend on the
-rank through ``Builder.offset`` alone; parts that nobody sees cost no arithmetic.
+rank through ``Builder.offset`` alone; parts that no query sees cost no
+arithmetic. Never changes which keys a query sees.
 
 The scheme is that of ring attention (Liu et al., arXiv 2310.01889).
 """

@@ -66,11 +66,11 @@ class Event:
     start: float
     # Seconds; for a wait, those in which compute is idle because of it.
     duration: float
-    # Those of a collective; empty for any other launch.
+    # A collective's axes; empty for any other launch.
     axes: tuple[str, ...] = ()
     # Bytes that a kernel moves through memory; for a collective ``plan.Collective``'s.
     bytes: int = 0
-    # Those of a contraction.
+    # A contraction's flops.
     flops: float = 0.0
     # Number of ops that it runs.
     nodes: int = 1

@@ -208,7 +208,8 @@ class _StageLayout:
     staged: fx.Graph = field(default_factory=fx.Graph)
     # (node, place it is needed at) -> its copy, or the value that arrives there.
     value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
-    # What all places wait for and is not sent yet, by what may go in one message.
+    # Nodes that all places wait for and that are not sent yet, by the message that they
+    # may share.
     waiting: dict[Any, list[fx.Node]] = field(default_factory=dict)
     # Nodes that were sent to all places but not read yet: a message is split only where
     # it is read, so that nothing waits before.

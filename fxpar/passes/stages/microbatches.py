@@ -186,7 +186,7 @@ def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
         for declared, node in zip(signature.inputs, nodes, strict=True)
     )
     outputs = (
-        replace(declared, at_rest=at_rest(node), lie="whole")
+        replace(declared, at_rest=at_rest(node), layout="whole")
         for declared, node in zip(signature.outputs, results, strict=True)
     )
     return Signature(tuple(inputs), tuple(outputs), signature.tangents)
@@ -314,7 +314,7 @@ class _Unroller:
         stride, base = numbers
         return self.build.offset(axes[:-1], stride * self.parts, base + stride * part)
 
-    # What replaces collectives over time
+    # These replace collectives over time.
 
     def total(self, values: Sequence[fx.Node], op: str) -> fx.Node:
         """Return the reduction of the parts, accumulated in their order."""

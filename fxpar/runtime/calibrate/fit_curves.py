@@ -17,9 +17,9 @@ from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Measured, Peak, ProductDims
 from fxpar.sharding.mesh import Link
 
-# Of a collective: ranks, bytes on each before, seconds.
+# For a collective: ranks, bytes on each before, seconds.
 Point = tuple[float, float, float]
-# Of a contraction: flops, dims, seconds.
+# For a contraction: flops, dims, seconds.
 ContractionPoint = tuple[float, ProductDims, float]
 
 _TIE = 0.01  # weight of a fit's starting point, compared with 1 for each point

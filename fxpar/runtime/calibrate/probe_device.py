@@ -41,10 +41,10 @@ class Suite:
     shapes: tuple[Shape, ...]
     # The dtypes of these products; "tf32" is float32 computed so.
     dtypes: tuple[str, ...]
-    # Of convolutions: samples, channels in and out, pixels along a side, along the
+    # For each convolution: samples, channels in and out, pixels along a side, along the
     # window's.
     convolved: tuple[Shape, ...]
-    # Of attention: samples, heads, length, width of a head.
+    # For each attention: samples, heads, length, width of a head.
     attended: tuple[Shape, ...]
     # The dtypes of convolutions and attention.
     families: tuple[str, ...]

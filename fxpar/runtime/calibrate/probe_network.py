@@ -155,7 +155,7 @@ def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]
 
 
 def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
-    if x.device.type == "cpu":  # as passes.schedule.give_outputs
+    if x.device.type == "cpu":  # as give_outputs
         gathered = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
         torch.ops.fxpar.wait_gather(gathered)
     else:

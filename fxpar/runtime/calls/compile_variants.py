@@ -1,9 +1,12 @@
-"""Holds what is asked of a compilation (``CompileJob``), and what was compiled so far
-of a graph (``Variants``), for sizes that stay open or for one call's sizes.
+"""Holds the request of a compilation (``CompileJob``), and the programs that a graph
+was compiled to so far (``Variants``), for open sizes or for the sizes of one call.
+
+In: a Dynamo graph and the sizes of a call. Out: the program that holds for these sizes,
+if there is one. Never: compiles.
 
 Dynamo traces code again for a tensor with other strides (columns of a larger one, as
 ``ids[:, :-1]``), and gives the same program: inputs with other strides than it was
-compiled for are copied, and what it writes to a copy is written back.
+compiled for are copied, and results written to a copy are written back.
 """
 
 from __future__ import annotations
@@ -100,7 +103,7 @@ class CompileJob:
     rival: Plan | None = None
     # As of the request.
     sent_room: int | None = None
-    # What the plan says of how it came about.
+    # Notes of the plan on how it was made.
     notes: tuple[str, ...] = ()
 
 

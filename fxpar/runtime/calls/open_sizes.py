@@ -116,9 +116,9 @@ class OpenProgram:
     places: tuple[str, ...]
     # Positions of the tensors among the arguments of Dynamo's call.
     tensors: tuple[int, ...]
-    # Those of ``tensors`` that were traced as contiguous.
+    # The members of ``tensors`` that were traced as contiguous.
     dense: frozenset[int]
-    # Those of ``dense`` that are not contiguous, and so are copied.
+    # The members of ``dense`` that are not contiguous, and so are copied.
     copied: frozenset[int]
 
     def divisors_asked(self) -> dict[str, int]:

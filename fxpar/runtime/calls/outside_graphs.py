@@ -70,7 +70,7 @@ class _CompiledCallable:
     """Holds what is known of a compiled module or function."""
 
     fn: Any  # a weak reference
-    # What messages call it: the class of a module, or the function.
+    # Its name in messages: the class of a module, or the function.
     name: str
     # The options given to ``torch.compile``.
     options: dict[str, Any] | None

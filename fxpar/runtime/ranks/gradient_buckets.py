@@ -140,9 +140,7 @@ class Bucket:
     mask: int
     # Shape and strides of each gradient, as ranks agreed.
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    # Of all gradients.
     dtype: torch.dtype
-    # Of all gradients.
     device: torch.device
     # Up to two, used in turns: ``.grad`` may be views of one.
     memories: list[BucketMemory] = field(default_factory=list)

@@ -101,7 +101,7 @@ def _graphs() -> Iterator[int]:
 class Manual(ManualAxes):
     """Are the axes of the batch, where each rank feeds its own part of it."""
 
-    # Of this process, in the mesh of all ranks.
+    # This process's rank in the mesh of all ranks.
     rank: int
 
 
@@ -109,9 +109,9 @@ class Manual(ManualAxes):
 class Ranks:
     """Is this process's rank in the mesh, with the process groups of its axes."""
 
-    # Of all ranks; of those of a place, where axes are manual.
+    # The mesh of all ranks; where axes are manual, that of the ranks of one place.
     mesh: Mesh
-    # Of this process, in the mesh.
+    # This process's rank in the mesh.
     rank: int
     # Whether the mesh is still to be chosen; until then it is one axis over all ranks.
     open: bool = False

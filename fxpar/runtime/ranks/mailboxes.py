@@ -7,7 +7,7 @@ through a store take some hundred microseconds, this a few.
 A rank has two boxes, which it fills in turn: it comes to the next call but one when all
 have read the last. A word counts only with the number of its call and its checksum. A
 rank that stops looking takes its word out, so that nobody runs past a rank that waits
-at the store, where it may give up on others.
+at the store, where it may give up on others. Never: a wait longer than 1 ms.
 """
 
 from __future__ import annotations

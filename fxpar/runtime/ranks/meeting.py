@@ -36,7 +36,8 @@ from fxpar.runtime.ranks.patience import Patience, patience_limit
 from fxpar.runtime.ranks.presence import FAILED, Presence, failure
 from fxpar.runtime.ranks.worlds import World
 
-# Of one message; ``_Watch`` ends a wait earlier, by writing the key that it waits for.
+# Timeout of a message; ``_Watch`` ends a wait earlier, by writing the key that it
+# waits for.
 LONGEST = timedelta(days=7)
 
 
@@ -46,12 +47,12 @@ class Channel:
 
     # Through another connection than that of ``presence``.
     store: Any
-    # Of this process, in the world.
+    # This process's rank in the world.
     rank: int
     # By rank of the world, the number in the default process group, by which users and
     # ``presence`` know it.
     ranks: Sequence[int]
-    # Of its keys; each life of a process group has another.
+    # Prefix of its keys; each life of a process group has another.
     prefix: str
     # Says where this rank is, and asks where others are.
     presence: Presence
@@ -192,7 +193,7 @@ ALONE = (
     "fxpar.alone(): evaluate(model)`"
 )
 
-# Of calls of compiled graphs.
+# The kind of a meeting at a call of a compiled graph.
 CALL = "a call"
 
 
@@ -319,7 +320,7 @@ class _Watch:
         self, channel: Channel, keys: Sequence[str], what: str, seconds: float
     ) -> None:
         self.key, self.what = keys[channel.rank], what
-        # Those of all, by numbers in the default process group.
+        # The keys of all ranks, by numbers in the default process group.
         self.keys = dict(zip(channel.ranks, keys, strict=True))
         self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
         self.leader = channel.ranks[0]

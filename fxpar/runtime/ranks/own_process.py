@@ -47,7 +47,7 @@ def is_gone(process: str) -> bool:
     return machine == _machine() and _begun(int(number)) != begun
 
 
-# What ends this process where no exception says so: a status, a thread's error.
+# Reasons why this process ends without an exception: a status, a thread's error.
 _EXITS: list[str] = []
 
 

@@ -126,7 +126,7 @@ class Patience:
             other = self.seen[rank]
             if other.state == "ended" and self.spent > ENDED:
                 return "it has ended"
-            # What this rank has not counted is among others.
+            # It waits at a meeting of others, which this rank has not counted.
             if other.number > mine.get(other.waits_for, math.inf):
                 # It may look when this rank has left its own wait.
                 self.presence.refuse(rank, other, _MUTUAL, _MUTUAL_FIX)

@@ -53,7 +53,7 @@ FAILED = "!"
 # In place of a rank in the key of all words, where rank 0 reads for all.
 ALL = "all"
 
-# What the program of this process does, innermost last.
+# The activities of the program of this process, innermost last.
 _DOING: list[Answer] = []
 
 
@@ -64,7 +64,7 @@ class Answer:
     # "works", "waits", "collective" (hangs in one), "in a graph", "idle", "ended",
     # "absent" (said nothing yet) or "silent" (has not answered for long).
     state: str
-    # What it does, in words.
+    # The activity in words.
     text: str
     # Name of the channel of the ranks it waits for, if it does.
     waits_for: str = ""
@@ -125,11 +125,11 @@ class Presence:
     group: weakref.ref[Any]
     # Through a connection of its own, for the thread.
     store: Any
-    # Of this process.
+    # This process's rank.
     rank: int
     # Ranks of the group.
     size: int
-    # Of its keys, as those of the Channel.
+    # Prefix of its keys, as for those of the Channel.
     prefix: str
     questions: int = 0  # questions so far, of any rank
     # Keys that every rank has read, to be deleted at the next beat.
@@ -144,9 +144,9 @@ class Presence:
     beats: int = 0
     # Set when the store is not needed any more.
     over: threading.Event = field(default_factory=threading.Event)
-    # What is known of why the store does not answer.
+    # Known reasons why the store does not answer.
     store_facts: list[str] = field(default_factory=list)
-    # Of the last answer of this rank.
+    # Number of the last answer of this rank.
     _answer_number: int = 0
     # At the last beat: seconds of CPU of the program, of its main thread and of threads
     # of torch, and the time (``time.monotonic``).

@@ -36,7 +36,7 @@ class PipelineState:
 
     # As the last step left it.
     graph: fx.Graph
-    # What the caller asks to plan or run.
+    # The caller's request.
     request: Request
     # How many stages were dumped.
     stage_number: int = 0
@@ -69,7 +69,7 @@ class JointState(PipelineState):
     normalized: fx.Graph
     # Whether sizes in the graph are symbols.
     open: bool = False
-    # What planning reads of the graph; set by an early step.
+    # The graph as planning reads it; set by an early step.
     program: Program = field(init=False)
     # Rows of the batch, 0 if they are not known.
     rows: int = 0
@@ -99,7 +99,7 @@ class JointState(PipelineState):
     near_misses: tuple[str, ...] = ()
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[str, ...] = ()
-    # What the plan is to say about how it was made.
+    # Notes for the plan on how it was made.
     notes: tuple[str, ...] = ()
     # As ``Plan.sent_rows``.
     sent_rows: tuple[int, ...] = ()

@@ -296,7 +296,7 @@ class TracedComparison:
     slot: Slot
     # As module ``operator`` names it: "lt".
     relation: str
-    # What it was compared with.
+    # The other side of the comparison.
     other: Any
     # The answer when it was traced.
     holds: bool

@@ -149,7 +149,7 @@ class _Variant:
 
     # The traced step.
     step: TracedStep
-    # What the step does in addition to forward and backward.
+    # The work of the step in addition to forward and backward.
     how: StepCall
     # The compiled step, called with this rank's parts of its inputs.
     run: Callable[..., Any]

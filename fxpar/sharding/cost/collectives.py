@@ -216,7 +216,7 @@ def _tree(group: _Ranks) -> tuple[float, float] | None:
     for n, link, lanes in zip(group.sizes, group.links, group.lanes, strict=True):
         depth = math.ceil(math.log2(n)) if link.tree else n - 1
         alpha += 2 * depth * link.latency
-        # Of two, one only sends up and the other only down.
+        # With two ranks, one only sends up and the other only down.
         beta = max(beta, min(2, n - 1) / lanes)
     return alpha, beta
 

@@ -206,5 +206,5 @@ def _is_lighter(
         r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
     }
     more = sum(bytes_of(r) for r in read if r not in read_nodes)
-    # Of equal sizes the one operand is kept: other values may be made from it as well.
+    # If sizes are equal a single operand is kept: other values may be made from it too.
     return more < size or more == size and len(read) == 1

@@ -48,9 +48,9 @@ _FINEST = 1 << 12
 class Resampled:
     """Describes how one dim is resampled."""
 
-    # Of the dim.
+    # Rows of the dim.
     rows: int
-    # Of the result's dim.
+    # Rows of the result's dim.
     count: int
     # Rows of the dim from one output row to the next.
     scale: float

@@ -27,13 +27,10 @@ FURTHER = ["~"]
 class Heads:
     """Holds the words per tensor of one call."""
 
-    # Of the queries, one per dim.
+    # A word per dim.
     query: list[str]
-    # Of the keys.
     key: list[str]
-    # Of the values.
     value: list[str]
-    # Of the output.
     out: list[str]
     # Of [batch, query heads, queries, keys].
     scores: list[str]

@@ -53,7 +53,7 @@ class _Advanced:
     indices: list[list[str]]
     # Words of the result's dims.
     result: list[str]
-    # Of the result.
+    # The result's shape.
     shape: list[int]
 
 

@@ -31,7 +31,7 @@ class LocalCall:
     build: Builder
     # The call in the global graph.
     node: fx.Node
-    # Of the op, with sizes.
+    # The op's rule, with sizes.
     rule: Rule
     # Specs of the operands, in order of the rule.
     operands: tuple[Spec, ...]

@@ -89,9 +89,9 @@ def _in_blocks(
 class FlexWords:
     """Holds the words of one call."""
 
-    # Of queries, keys, values and results.
+    # Words for queries, keys, values and results.
     heads: Heads
-    # Of the tensors of the mask.
+    # Names of the tensors of the mask.
     lists: Names
     # (factor, size), of dims that have several blocks.
     sizes: tuple[tuple[str, int], ...]

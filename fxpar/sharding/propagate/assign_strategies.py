@@ -54,8 +54,8 @@ def choose(
         experts = frozenset((i, axis) for i, axis, origin in origins if origin.experts)
         stored = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
-        lie = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, lie, batch, experts, stored, free, op.target, messages_of(op))
+        own = tuple(specs[v] for v in op.tensors)
+        key = (op.rule, own, batch, experts, stored, free, op.target, messages_of(op))
         if key not in cache:
             conventional = (experts, batch)
             choice = _Choice(

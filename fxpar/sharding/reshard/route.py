@@ -292,7 +292,7 @@ def connect(
     for k, (result, rest_spec) in enumerate(
         zip(program.outputs, rest_specs, strict=True)
     ):
-        if result is None or rest_spec is None or signature.outputs[k].lie != "even":
+        if result is None or rest_spec is None or signature.outputs[k].layout != "even":
             continue
         rest_specs[k] = rest_spec.evened(mesh, program.values[result].shape)
     for i, k in signature.tangents:

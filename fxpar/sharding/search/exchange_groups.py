@@ -184,8 +184,8 @@ def _add(
         pays = (specs[:, None] != op.specs[None, :]) & may
         _edge(build, together, node, np.where(pays, op.seconds, 0.0))
     for index in group.sums:
-        lie = build.nodes[nodes[index]].specs
-        same = (lie[None, :, :] == specs[:, None, None]).all(axis=2)
+        own = build.nodes[nodes[index]].specs
+        same = (own[None, :, :] == specs[:, None, None]).all(axis=2)
         may = same | (specs == _UNGROUPED)[:, None]
         _edge(build, together, nodes[index], np.where(may, 0.0, np.inf))
 

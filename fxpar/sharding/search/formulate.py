@@ -209,7 +209,7 @@ def _outputs(
 def _leader(program: Program, out: Output, v: int) -> int | None:
     """Return the input whose layout an output takes, for gradients and mutations of
     open layout; else None."""
-    if out.of is None or out.at_rest is not None or out.lie != "open":
+    if out.of is None or out.at_rest is not None or out.layout != "open":
         return None
     source = program.inputs[out.of]
     return source if source != v else None
@@ -219,9 +219,9 @@ def _rest_specs(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
     whole = Spec.whole(len(build.program.values[v].shape))
     if out.at_rest is not None:
         return [out.at_rest]
-    if out.lie == "open":
+    if out.layout == "open":
         return build.specs_of_shape(v)
-    if out.lie == "even":
+    if out.layout == "even":
         shape = build.program.values[v].shape
         return [s for s in build.specs_of_shape(v) if s.is_even(build.mesh, shape)]
     return [whole]
@@ -371,15 +371,15 @@ def decode(
         if settled[v] is None:
             (number,) = nodes[forward].specs[choice[forward]]
             settled[v] = formulation.pool[number]
-    lie = []
+    final = []
     for value in program.values:
         spec = settled[value.index]
         if spec is None:
             spec = spec_of.get(value.index, Spec.whole(len(value.shape)))
             if spec.partial:
                 spec = need.get(value.index, spec)
-        lie.append(spec)
-    return strategies, lie
+        final.append(spec)
+    return strategies, final
 
 
 def cost_of(

@@ -47,7 +47,7 @@ class FixedFacts:
 
     # By value, the hints that its specs have to agree with.
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
-    # As ``Request.keep_gathered``.
+    # Whether the backward gathers no parameter again.
     keep_gathered: bool = False
     # Set if the batch is cut and one part of it is priced.
     parts: PartProgram | None = None
@@ -127,8 +127,8 @@ class ProblemBuilder:
         seconds = np.zeros(len(numbers))
         for position, nbytes in parts.added[op.index]:
             column = numbers[:, len(op.operands) + position]
-            lie, each = np.unique(column, return_inverse=True)
-            axes = (self.pool.specs[n].sharded_axes for n in lie)
+            distinct, each = np.unique(column, return_inverse=True)
+            axes = (self.pool.specs[n].sharded_axes for n in distinct)
             sizes = (nbytes / self.mesh.count(split) for split in axes)
             seconds += np.array([self.hardware.fused(n, {}) for n in sizes])[each]
         return seconds * parts.paid

@@ -174,7 +174,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     top = np.array([usage.max() for _, _, usage in items])
     tight = range_sums(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
     tight |= net.room < 0
-    # Of rows in a stretch where nothing begins or ends, the one with least room counts.
+    # In a stretch where nothing begins or ends, only the row with least room counts.
     renamed = np.append(0, np.cumsum(tight))
     begin, end, room = renamed[begin], renamed[end], net.room[tight]
     lives = begin < end
