@@ -78,7 +78,7 @@ def seconds(times: Sequence[float]) -> str:
     return f"{mid:.3f} [{low:.3f}, {high:.3f}]"
 
 
-# A run for each, since beside DDP the benchmark of the other run shards parameters.
+# A run for each, since against DDP the benchmark of the other run shards parameters.
 _STEPS = ("step_ddp_cpu.json", "step_cpu.json")
 # The sides of a step, in the order of columns.
 _SIDES = ("peer", "fxpar", "plain", "program")
@@ -324,9 +324,9 @@ def _one_gpu(data: Any) -> Iterable[Row]:
 STUDIES = (
     Study(
         "steps",
-        "A training step beside its peers",
+        "A training step against its peers",
         "A Llama on 2 CPU cores over gloo, every side compiled by Inductor, in the "
-        "same processes, in turns. fxpar does what the README says: beside DDP one "
+        "same processes, in turns. fxpar does what the README says: against DDP one "
         "line, whose parameters stay whole, in a run of its own; else `fxpar.shard` "
         "without hints or a sample; a search; the schedule that it chooses. Four "
         "ranks share two cores.",
@@ -364,8 +364,8 @@ STUDIES = (
         "memory",
         "What a rank holds",
         "A Llama of 4 layers: MiB of parameters and optimizer state on a rank, and the "
-        "peak of a step beyond them. In this run `fxpar` is `fxpar.shard` beside every "
-        "peer, DDP included.",
+        "peak of a step beyond them. In this run `fxpar` is `fxpar.shard` against "
+        "every peer, DDP included.",
         (
             Table(
                 ("memory_cpu.json",),

@@ -234,7 +234,7 @@ class Compilation:
         return self.job.options.codegen == "inductor"
 
     @property
-    def follows_plan(self) -> bool:
+    def is_plan_known(self) -> bool:
         """Return whether the plan of the program is known, and followed."""
         return self.entry is not None and self.entry.plan is not None
 
@@ -330,7 +330,7 @@ class Compilation:
         try:
             return self._parallelized(gm)
         except Exception as error:
-            if not self.follows_plan or consensus.is_known_to_all(error):
+            if not self.is_plan_known or consensus.is_known_to_all(error):
                 raise
             raise PlanMisfit(f"{type(error).__name__}: {error}") from error
 
@@ -378,7 +378,7 @@ class Compilation:
             result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
             self.leader.tell_plan(self._record())
-        elif not self.follows_plan:
+        elif not self.is_plan_known:
             consensus.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
         self._report(result.plan)
@@ -462,7 +462,7 @@ class Compilation:
             with _reporting_to_others(but=()):
                 compiled = self._lower(graph, which, generate)
                 # With a known plan, a rank may have it from AOTAutograd's cache.
-                if not self.follows_plan and self.plan and self.plan.collectives:
+                if not self.is_plan_known and self.plan and self.plan.collectives:
                     tag = f"the backward of graph{self.number}, compiled"
                     agree_on_launches(tag, self.launches[forward:])
             return compiled
@@ -581,7 +581,7 @@ class Compilation:
         """Return what was compiled, with its checks; keep a new program on disk for the
         next start."""
         # Code with generated kernels is not kept: they are made when it is compiled.
-        is_new = self.result is not None and not self.follows_plan
+        is_new = self.result is not None and not self.is_plan_known
         if self.entry and is_new and not self.regions and self.ranks.rank == 0:
             known_programs.keep(self.entry, self._record())
         self.say_seconds("forward")

@@ -356,7 +356,7 @@ def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], LibraryP
 
     bound = [_bound(kernel, i) for i, kernel in enumerate(kernels)]
     headers = dict.fromkeys([_PREFIX, *_INCLUDE.findall(Bindings.suffix_template)])
-    macro = "#define PY_SSIZE_T_CLEAN"  # stands before the headers
+    macro = "#define PY_SSIZE_T_CLEAN"  # comes before the headers
     text = "\n".join([macro, *map(str.strip, headers), *bound])
     place = _LIBRARIES.get(_digest(text))
     if place is not None and os.path.exists(place.path):

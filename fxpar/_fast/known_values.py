@@ -247,11 +247,11 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_default_device(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        _by_python_first(),
+        _is_python_first(),
     )
 
 
-def _by_python_first() -> bool:
+def _is_python_first() -> bool:
     """Return whether Python kernels of ops come first, where there are some (as with
     open sizes)."""
     python = torch._C.DispatchKey.PythonDispatcher

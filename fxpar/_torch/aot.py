@@ -35,7 +35,7 @@ from fxpar._torch.inductor import (
     decompositions,
 )
 from fxpar._torch.loops import calls_rewritten
-from fxpar._torch.node_texts import says_all
+from fxpar._torch.node_texts import is_complete
 from fxpar._torch.segment_kinds import FindKinds
 from fxpar._torch.traced_once import traced_once
 from fxpar._torch.version import own_version
@@ -155,7 +155,7 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     buffers."""
     from torch.nn.utils.stateless import _reparametrize_module
 
-    # A module that stands in two places is swapped twice: it is restored in reverse.
+    # A module that is in two places is swapped twice: it is restored in reverse.
     return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
 
 
@@ -273,7 +273,7 @@ def compile_fx(
     if joint_pass is None:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
         of_autograd: dict[str, Any] = (
-            {} if all(map(says_all, graphs)) else {"enable_autograd_cache": False}
+            {} if all(map(is_complete, graphs)) else {"enable_autograd_cache": False}
         )
         # Torch (2.13) draws other numbers in a backward that computes a body again.
         with functorch_config.patch(of_autograd), calls_rewritten():

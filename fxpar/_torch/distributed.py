@@ -456,7 +456,7 @@ def _make_group_of_one() -> None:
     group, kinds = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType
     devices: tuple[str, ...]
     fake = registry.FakeProcessGroup._create_internal(0, 1)
-    if _copies(fake):
+    if _is_copying(fake):
         kind, backend, devices = kinds.CUSTOM, fake, ("cpu", "cuda", "meta")
     else:  # 2.11
         wait = datetime.timedelta(seconds=60)
@@ -470,7 +470,7 @@ def _make_group_of_one() -> None:
     _GROUPS_OF_ONE.append(group)
 
 
-def _copies(group: Any) -> bool:
+def _is_copying(group: Any) -> bool:
     """Return whether collectives of a fake group of one rank copy their operand to the
     result."""
     out, summand = (make(1, device="cpu") for make in (torch.zeros, torch.ones))

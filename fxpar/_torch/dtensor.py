@@ -301,7 +301,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
     as_strided = torch.ops.aten.as_strided.default
     as_strided_alone = handlers[as_strided]
 
-    def serves(args: Any, kwargs: Any) -> bool:
+    def has_served(args: Any, kwargs: Any) -> bool:
         leaves = tree_leaves((args, kwargs))
         return any(isinstance(x, DTensor) and is_served(x.device_mesh) for x in leaves)
 
@@ -316,7 +316,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
                 return serve(op, args, kwargs)
             args, kwargs = tree_map(_as_read, (args, kwargs))
             return op(*args, **kwargs)
-        if not _has_aliases(op) or _are_we_tracing() or not serves(args, kwargs):
+        if not _has_aliases(op) or _are_we_tracing() or not has_served(args, kwargs):
             return propagate(op, args, kwargs, info, cached)
         # Not where sizes or random numbers of a part alone would be wrong.
         is_factory = not any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
@@ -328,13 +328,13 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
             sharding = propagate(op, args, kwargs, info, cached)
         except Exception:  # there is no rule, or none that writes in place
             return serve(op, args, kwargs)
-        if _copies_aliased(op, info.schema, sharding):
+        if _has_copied_operands(op, info.schema, sharding):
             return serve(op, args, kwargs)
         return sharding
 
     def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
         with _left_to_dtensor(handlers, op):
-            if not _has_plain(args, kwargs) or not serves(args, kwargs):
+            if not _has_plain(args, kwargs) or not has_served(args, kwargs):
                 return op(*args, **kwargs)
             if _has_plain(args[:1], kwargs):  # one is written, or gives no mesh
                 return serve(op, args, kwargs)
@@ -347,7 +347,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
         try:
             return as_strided_alone(op, args, kwargs)
         except RuntimeError:
-            if not serves(args, kwargs):
+            if not has_served(args, kwargs):
                 raise
             return serve(op, args, kwargs)
 
@@ -386,7 +386,7 @@ def _has_aliases(op: Any) -> bool:
     return any(a.alias_info is not None for a in schema_of(op).arguments)
 
 
-def _copies_aliased(op: Any, schema: Any, sharding: Any) -> bool:
+def _has_copied_operands(op: Any, schema: Any, sharding: Any) -> bool:
     """Return whether DTensor runs an op with copies of operands, as ``schema`` has
     them, that it writes to or makes views of, or makes views that no Spec describes."""
     if not isinstance(sharding, OutputSharding):

@@ -292,7 +292,7 @@ def seconds_by_phase() -> dict[str, float]:
     return phases | {key: sum(each) for key, each in compilation_time_metrics.items()}
 
 
-def captures(outputs: str) -> bool:
+def is_capturing(outputs: str) -> bool:
     """Return whether Dynamo is set to keep ``outputs`` ("scalar_outputs") in a graph,
     which it does by itself where there must be one graph."""
     from torch._dynamo import config

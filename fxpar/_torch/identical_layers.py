@@ -82,7 +82,7 @@ def kind_of(layer: nn.Module) -> Any:
     )
 
 
-def in_transform(tx: Any) -> bool:
+def is_in_transform(tx: Any) -> bool:
     """Return whether code is traced under a transform of ``torch.func``, forward
     derivatives or a mode that changes calls: there a region would not give what its ops
     give."""
@@ -96,7 +96,7 @@ def in_transform(tx: Any) -> bool:
     )
 
 
-def reads_operands(tx: Any, condition: Any, operands: Sources[Any], layer: Any) -> bool:
+def has_more_reads(tx: Any, condition: Any, operands: Sources[Any], layer: Any) -> bool:
     """Return whether a layer reads one of its operands in another way too, as by the
     name of a module: Dynamo then no longer knows which of the two is meant.
     ``operands``: sources."""
@@ -113,7 +113,7 @@ def reads_operands(tx: Any, condition: Any, operands: Sources[Any], layer: Any) 
     )
 
 
-def reads_tensors(tx: Any, entry: Any, source: Any) -> bool:
+def is_reading_tensors(tx: Any, entry: Any, source: Any) -> bool:
     """Return whether a region reads nothing of its layer but tensors of fixed sizes,
     and makes no sizes of data: numbers that Dynamo leaves open belong to one layer, and
     no guard says to which."""

@@ -31,12 +31,12 @@ from fxpar._torch.flat_regions import (
 from fxpar._torch.identical_layers import (
     LayerGuard,
     guards_on,
+    has_more_reads,
     has_own_calls,
-    in_transform,
+    is_in_transform,
+    is_reading_tensors,
     kind_of,
     moved_guards,
-    reads_operands,
-    reads_tensors,
     sources_moved_once,
 )
 
@@ -180,7 +180,7 @@ class _Trace:
             self.is_served
             and self.called is None
             and tx.output.current_tracer.parent is None
-            and not in_transform(tx)
+            and not is_in_transform(tx)
             and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
             and _is_one_of_several(tx, layer)
@@ -206,7 +206,9 @@ class _Trace:
                 is_region = True
                 _no_leaves(results, tx.fake_mode)
             else:
-                is_region = _has_distinct_tensors(results) and self._traced(tx, layer)
+                is_region = _has_distinct_tensors(results) and self._record_region(
+                    tx, layer
+                )
         except exc.RestartAnalysis:
             raise
         except Exception as error:  # whatever it is, it comes again without regions
@@ -224,7 +226,7 @@ class _Trace:
         call.meta[RENAMED] = first.renamed(layer, call)
         return results
 
-    def _traced(self, tx: Any, layer: Any) -> bool:
+    def _record_region(self, tx: Any, layer: Any) -> bool:
         """Record the region that a layer became. Return whether it can be used again,
         and its class does not have too many."""
         from torch._guards import InvokeSubgraphCache
@@ -240,9 +242,9 @@ class _Trace:
             return False
         ((condition, entry),) = new
         operands = set(entry.arg_sources) - {None, layer.source}
-        if reads_operands(tx, condition, operands, layer):
+        if has_more_reads(tx, condition, operands, layer):
             return False
-        if not reads_tensors(tx, entry, layer.source):
+        if not is_reading_tensors(tx, entry, layer.source):
             return False
         traced = _TracedLayer(entry, kind_of(layer.value), guards)
         others = list(self.regions.values())

@@ -48,7 +48,7 @@ def is_users_op(target: Any) -> bool:
     return packet._qualified_op_name.partition("::")[0] not in _SHIPPED
 
 
-def says_all(graph: fx.Graph) -> bool:
+def is_complete(graph: fx.Graph) -> bool:
     """Return whether the text of a Dynamo graph, with the texts of its bodies, which
     are not looked at here, says all that it computes."""
     leaves: list[Any] = []

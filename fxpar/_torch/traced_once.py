@@ -125,7 +125,7 @@ class _Segment:
         interpreter, kind = self.traced.interpreter, self.kind
         values = [interpreter.env[node] for node in self.reads]
         is_first_look = self.index == 0 and values_of.tracer() is None
-        fits = self._fits(values)
+        fits = self._can_be_copy(values)
         if fits and is_first_look:
             self._look_at(values)
         elif not fits or interpreter.each:
@@ -142,7 +142,7 @@ class _Segment:
         for node in self.nodes:
             self.traced.interpreter.run_by_itself(node)
 
-    def _fits(self, values: Sequence[Any]) -> bool:
+    def _can_be_copy(self, values: Sequence[Any]) -> bool:
         """Return whether the segment may be a copy of the first, or the one that is
         copied."""
         traced, kind = self.traced, self.kind

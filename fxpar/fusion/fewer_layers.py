@@ -123,7 +123,7 @@ def _cuts(
     left_out = set(cuts[0].left_out)
     own = _read_there_alone(most.nodes, left_out, backward)
     for row in later_rows:
-        reads = [i for i, n in enumerate(row.nodes) if _reads(n, left_out, own)]
+        reads = [i for i, n in enumerate(row.nodes) if _is_reader(n, left_out, own)]
         if not reads:
             continue
         first, last = reads[0], reads[-1]
@@ -155,7 +155,7 @@ def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     return node in backward or phase_of(node) in ("backward", "update")
 
 
-def _reads(node: fx.Node, *several: Collection[fx.Node]) -> bool:
+def _is_reader(node: fx.Node, *several: Collection[fx.Node]) -> bool:
     """Return whether an op reads any of some nodes."""
     return any(read in nodes for read in node.all_input_nodes for nodes in several)
 

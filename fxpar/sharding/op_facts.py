@@ -140,7 +140,7 @@ def is_drawn_from_generator(node: fx.Node) -> bool:
     return op_facts_of(node.target).draws and not _has_no_dropout(node)
 
 
-def makes_random_numbers(node: fx.Node) -> bool:
+def has_random_numbers(node: fx.Node) -> bool:
     """Return whether a call makes random numbers, from a generator or by index."""
     return op_facts_of(node.target).random and not _has_no_dropout(node)
 

@@ -155,7 +155,7 @@ def split_op(
             extended[factor] = (*extended.get(factor, ()), axis)
         candidate = Strategy(tuple(extended.items()), strategy.passes)
         exchanged = not set(added.values()).isdisjoint(op.rule.exchanged)
-        if exchanged or not _fits(program, op, candidate, mesh):
+        if exchanged or not _can_run(program, op, candidate, mesh):
             continue
         strategies[op.index] = candidate
         for k, result in enumerate(op.results):
@@ -167,7 +167,7 @@ def split_op(
         return
 
 
-def _fits(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
+def _can_run(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether an op can run a strategy with all shards equal."""
     if not fits(op.rule, strategy.axes_of, mesh):
         return False

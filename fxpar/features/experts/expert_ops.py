@@ -141,7 +141,7 @@ def _(x, y, ids, experts, spread, room, axes):
     return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
 
 
-def _fits_torch(*operands: torch.Tensor) -> bool:
+def _has_torch_kernel(*operands: torch.Tensor) -> bool:
     """Return whether torch's own kernel takes them: bfloat16, in rows of 16 bytes."""
     sizes = [n for x in operands for n in x.shape[-2:]]
     return (
@@ -166,7 +166,7 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Return ``x[i] @ weight[g]`` for rows in groups that end at ``offs``: [m, k],
     [g, k, n], [g] -> [m, n]."""
-    if _fits_torch(x, weight):
+    if _has_torch_kernel(x, weight):
         product = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
         places = torch.arange(x.shape[0], device=x.device)
         return product.masked_fill_((places >= offs[-1])[:, None], 0)
@@ -189,7 +189,7 @@ def grouped_outer(
 ) -> torch.Tensor:
     """Return ``x[rows].T @ y[rows]`` for rows in groups that end at ``offs``: [m, k],
     [m, n], [g] -> [g, k, n]."""
-    if _fits_torch(x, y) and not x.shape[0] % 8:
+    if _has_torch_kernel(x, y) and not x.shape[0] % 8:
         return torch.ops.aten._grouped_mm.default(
             x.contiguous().T, y.contiguous(), offs
         )

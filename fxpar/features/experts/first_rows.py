@@ -109,11 +109,11 @@ class _FirstRows:
             tensor = isinstance(value, torch.Tensor) and dim < value.dim()
             has_room = tensor and value.shape[dim] == self.room
             self._suffice[key] = bool(has_room and node.users) and all(
-                self._reads_first(user, node, dim) for user in node.users
+                self._is_first_reader(user, node, dim) for user in node.users
             )
         return self._suffice[key]
 
-    def _reads_first(self, user: fx.Node, node: fx.Node, dim: int) -> bool:
+    def _is_first_reader(self, user: fx.Node, node: fx.Node, dim: int) -> bool:
         if user in self.products:
             rows = [user.args[i] for i in _ROWS[user.target]]
             others = [x for x in user.all_input_nodes if x not in rows]

@@ -7,7 +7,7 @@ the row's expert (``expert_ops``). ``DispatchedRows``: each group has slots for 
 of each source (``dispatch_slots``), ``[groups * sources * room, ...]``: split by
 sources before they are sent and by groups after it, an all-to-all each way.
 
-In: a graph in global shapes. Out: nodes appended where the builder stands. Never: makes
+In: a graph in global shapes. Out: nodes appended at the builder's place. Never: makes
 a node twice, or changes one that is there.
 """
 

@@ -18,18 +18,18 @@ from fxpar.runtime.steps.pipeline_state import JointState
 
 
 def show_bodies(graph: fx.Graph, state: JointState) -> None:
-    """Give nodes that stand for bodies of branches and loops these bodies as values.
+    """Give nodes of bodies of branches and loops these bodies as values.
     Raises PlanError if sizes are open and there are bodies."""
     graph_bodies.show_bodies(graph, graph.owning_module)
     if state.open and any(map(graph_bodies.body_of, graph.nodes)):
-        raise PlanError("the sizes in branches and loops are known")
+        raise PlanError("branches and loops need fixed sizes")
 
 
 def absorb_regions(graph: fx.Graph, state: JointState) -> None:
     """Check manual regions, name their collectives. Raises PlanError for open sizes."""
     request = state.request
     if state.open and any(n.target in EDGES for n in graph.nodes):
-        raise PlanError("the sizes in manual regions are known")
+        raise PlanError("manual regions need fixed sizes")
     manual_regions.absorb_regions(
         graph,
         state.fake_mode,

@@ -14,14 +14,14 @@ from fxpar.features.feature import Feature, has, steps_of
 _step = steps_of(f"{__name__}.sequence_steps")
 
 
-def _attends(names: Collection[str], _: Any) -> bool:
+def _has_attention(names: Collection[str], _: Any) -> bool:
     return any("attention" in name for name in names)
 
 
 FEATURE = Feature(
     "sequences",
     {
-        "random_by_index": [_step("causal_masks", _attends)],
+        "random_by_index": [_step("causal_masks", _has_attention)],
         "mark_first_rows": [_step("pair_reductions", has("aten.amax"))],
     },
 )

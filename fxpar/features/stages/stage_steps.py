@@ -38,7 +38,7 @@ def find_stages(graph: fx.Graph, state: JointState) -> None:
     if request.pipeline is None:
         return
     if state.open:
-        raise PlanError("stages are of sizes that are known")
+        raise PlanError("stages need fixed sizes")
     _refuse_uneven(decision, request.pipeline)
     _refuse_schedule(request)
     hardware = request.hardware or lookup(UNNAMED)

@@ -311,8 +311,8 @@ def expression(
         if isinstance(x, Text):
             args.append(x.to(kind))
         elif isinstance(x, (bool, int, float)):
-            if dtype in _WRAPPED and not _fits(x, dtype):
-                raise LookupError(f"{x} beside {dtype}")
+            if dtype in _WRAPPED and not _is_in_range(x, dtype):
+                raise LookupError(f"{x} with an operand of {dtype}")
             args.append(constant(rounded(x, dtype) if op.rounds else x, kind))
         else:
             args.append(x)
@@ -362,12 +362,12 @@ def rounded(x: bool | int | float, dtype: str) -> bool | int | float:
     not fit."""
     if dtype in _ROUNDED:
         return float(torch.tensor(x, dtype=dtype_of(dtype)))
-    if dtype in INTS and not _fits(x, dtype):
+    if dtype in INTS and not _is_in_range(x, dtype):
         raise LookupError(f"{x} as {dtype}")
     return x
 
 
-def _fits(x: float, dtype: str) -> bool:
+def _is_in_range(x: float, dtype: str) -> bool:
     ends = torch.iinfo(dtype_of(dtype))
     return ends.min <= x <= ends.max
 

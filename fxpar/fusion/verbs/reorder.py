@@ -121,12 +121,12 @@ def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
     value, had = node.meta["val"], reduced.meta["val"].dtype
     if not isinstance(value, torch.Tensor):
         raise refuse("reorder", node, "gives several results, each to be reduced")
-    if not _holds(value.dtype, had):
+    if not _has_all_values(value.dtype, had):
         why = f"would round what is reduced, {had}, to {value.dtype}"
         raise refuse("reorder", node, why)
 
 
-def _holds(dtype: torch.dtype, every: torch.dtype) -> bool:
+def _has_all_values(dtype: torch.dtype, every: torch.dtype) -> bool:
     """Return whether a dtype has every value of another."""
     if dtype == every:
         return True

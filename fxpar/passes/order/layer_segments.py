@@ -79,7 +79,7 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
         crossing = {
             nodes[pair[0]]
             for pair in places
-            if any(_parts(whole, *pair) for whole in patterns)
+            if any(_is_cut_at(whole, *pair) for whole in patterns)
         }
         if not crossing:
             break
@@ -87,7 +87,7 @@ def segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
     for whole in patterns:
         if whole.stop - whole.start >= LEAST_OPS and not outlined[whole].any():
             for at in _matches(labels, ends, labels[whole], outlined):
-                if not any(_parts(at, *pair) for pair in places):
+                if not any(_is_cut_at(at, *pair) for pair in places):
                     yield _segment(nodes[at], labels[at])
 
 
@@ -164,7 +164,7 @@ def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield start, wait
 
 
-def _parts(whole: slice, *pair: int) -> bool:
+def _is_cut_at(whole: slice, *pair: int) -> bool:
     """Return whether exactly one op of a pair is inside."""
     return len({whole.start <= i < whole.stop for i in pair}) > 1
 

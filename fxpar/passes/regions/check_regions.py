@@ -18,7 +18,7 @@ from fxpar.errors import RegionError
 from fxpar.graph.builder import Builder
 from fxpar.graph.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_facts import makes_random_numbers, op_facts_of
+from fxpar.sharding.op_facts import has_random_numbers, op_facts_of
 from fxpar.sharding.ops.custom_op_rules import LEAVE, manual_axes, sizes_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
@@ -57,7 +57,7 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
             continue
         _check_group(node, node in inside, mesh)
         _check_regions_separate(node, own, over)
-        if makes_random_numbers(node) or not random.isdisjoint(reads):
+        if has_random_numbers(node) or not random.isdisjoint(reads):
             _check_draws(node, node in inside)
             random.add(node)
         if node.target in EDGES:

@@ -118,7 +118,9 @@ def lean_graph(
     them that Dynamo feeds as tensors where the user has numbers, which the copy
     takes."""
     lean = _torch.dynamo.copy_graph(gm)
-    numbers = {i for i, x in enumerate(placeholders(lean)) if _becomes_number(x, lean)}
+    numbers = {
+        i for i, x in enumerate(placeholders(lean)) if _is_read_as_number(x, lean)
+    }
     positions = []
     pairs = zip(placeholders(lean), examples, strict=True)
     for i, (node, x) in enumerate(pairs):
@@ -130,7 +132,7 @@ def lean_graph(
     return lean, positions, numbers
 
 
-def _becomes_number(node: fx.Node, gm: fx.GraphModule) -> bool:
+def _is_read_as_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Return whether an input is a tensor of which only its one number is read, which
     Dynamo made of a float; if so, let its readers, also in checkpointed regions, read
     the input itself."""
@@ -319,7 +321,7 @@ def _is_complete(gm: fx.GraphModule) -> bool:
     return (
         not gm.graph.find_nodes(op="call_module")
         and _torch.aot.CHOOSES_SAVED not in gm.meta
-        and _torch.node_texts.says_all(gm.graph)
+        and _torch.node_texts.is_complete(gm.graph)
         and all(isinstance(x, fx.GraphModule) and _is_complete(x) for x in bodies)
     )
 

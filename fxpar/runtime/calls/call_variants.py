@@ -246,13 +246,13 @@ class Calls:
 
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
         """Return a variant that leaves sizes open, and the sizes that it holds for: an
-        existing one if it holds for these sizes and its plan stands, else a new one.
+        existing one if it holds for these sizes and its plan is kept, else a new one.
         None if sizes are to be fixed."""
         # Open in Dynamo, not closed here, and above 1.
         open_ = [x for x in self.sizes if x.name not in self.variants.closed]
         sizes = [x for x in open_ if x.of(args) > 1]
         if not self.opens and sizes:
-            self.variants.refused = "what is asked for takes sizes that are known"
+            self.variants.refused = "the request needs fixed sizes"
         if not sizes or not self.opens or self.variants.refusals == _MOST_REFUSALS:
             return None
         mesh, replan = self.job.ranks.mesh, self.job.options.replan

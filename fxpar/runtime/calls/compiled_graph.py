@@ -104,7 +104,7 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         "shape": ("a shape depends on values", "dynamic_output_shape_ops"),
     }[kind]
     fix = "compute it outside of what is one graph (fxpar.train_step, fullgraph=True)"
-    if _torch.dynamo.captures(option):
+    if _torch.dynamo.is_capturing(option):
         fix = f"leave torch._dynamo.config.capture_{option} off, so that the graph ends"
     return PlanError(
         f"{what}, inside one graph",

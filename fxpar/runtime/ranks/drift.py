@@ -163,7 +163,7 @@ class Drift:
         self._compare_fed(fed)
         self._compare_parts(parts, args)
         if held and self._is_suspicious(states):
-            if not self._pauses():
+            if not self._is_paused():
                 self.look(args)
                 self._equal = self._now
         elif held:
@@ -230,7 +230,7 @@ class Drift:
             for rank, model in enumerate(held.models)
         )
 
-    def _pauses(self) -> bool:
+    def _is_paused(self) -> bool:
         """Return whether it is too early for another comparison in full; if not, count
         one."""
         if meetings() < self._pause_ends:

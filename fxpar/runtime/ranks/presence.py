@@ -256,13 +256,13 @@ class Presence:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(BEAT) and self._answers():
+            while not self._stop.wait(BEAT) and self._do_beat():
                 self.beats += 1
         except BaseException:
             self.over.set()
             raise
 
-    def _answers(self) -> bool:
+    def _do_beat(self) -> bool:
         """Do one beat, and return whether there is another."""
         group = self.group()
         if group is None or group is not _torch.distributed.default_group():

@@ -56,9 +56,9 @@ def _open_decision(state: JointState) -> Decision:
     if not state.open:
         return state.decided
     if not state.decided.is_even:
-        raise PlanError("unequal shards need sizes that are known")
+        raise PlanError("unequal shards need fixed sizes")
     if (state.request.microbatches or 1) > 1:
-        raise PlanError("parts of a batch have sizes that are known")
+        raise PlanError("microbatches need fixed sizes")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 

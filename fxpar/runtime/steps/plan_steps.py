@@ -172,9 +172,9 @@ def expand_moments(graph: fx.Graph, state: JointState) -> None:
     """
     request, program = state.request, state.program
     moments = normalize.moments_of(program)
-    if not moments or state.recalled or (request.meshes and not _searches(request)):
+    if not moments or state.recalled or (request.meshes and not _is_searched(request)):
         return
-    if not _searches(request):
+    if not _is_searched(request):
         state.decision = decide_on(program, request)
         moments = normalize.split_moments(state.decision)
     _rewrite(state, moments, normalize.expand_moments)
@@ -206,7 +206,7 @@ def _rewrite(
         state.decision = None
 
 
-def _searches(request: Request) -> bool:
+def _is_searched(request: Request) -> bool:
     return isinstance(request.mode, SearchOptions)
 
 
@@ -222,10 +222,10 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
             _forget_recalled(state)
     request = state.request
     if state.recalled is None and (request.meshes or state.decision is None):
-        with stage(SEARCH if _searches(request) else PLAN), old_objects_kept():
+        with stage(SEARCH if _is_searched(request) else PLAN), old_objects_kept():
             parts = parts_of(request)
             state.decision, state.request = choose(state.program, request, parts)
-            if state.open_shares and _searches(request):
+            if state.open_shares and _is_searched(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)
         if state.open_shares:
@@ -269,7 +269,7 @@ def describe(graph: fx.Graph, state: JointState) -> None:
         mesh = hardware.on(mesh)
     # A user's plan file may have been predicted for another machine.
     step_seconds = state.step_seconds
-    if state.recalled is not None and _searches(state.request):
+    if state.recalled is not None and _is_searched(state.request):
         step_seconds = state.recalled.step_seconds
     collectives, reshards = facts_of_step(_at_hints(state))
     memory, notes = _memory(state)

@@ -389,11 +389,11 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if not (how.scaled and self._overflowed(results[-1])):
+            if not (how.scaled and self._has_overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])
 
-    def _overflowed(self, bad: torch.Tensor) -> bool:
+    def _has_overflowed(self, bad: torch.Tensor) -> bool:
         """Return whether the update was left out, and report it to the scaler."""
         scaler: Any = self.owner.options.scaler
         overflow = (bad > 0).float()

@@ -153,7 +153,7 @@ class Overlap:
         """Return the copies and collectives of an edge under strategies of its
         nodes."""
         i, j, table = self.problem.edges[e]
-        joins = self._overlap and self._joins(e)
+        joins = self._overlap and self._is_joinable(e)
         key = table, a, b, joins
         if key not in self._cells:
             edge_value, formulation = self.layout.edge_values[e], self.formulation
@@ -176,7 +176,7 @@ class Overlap:
             self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 
-    def _joins(self, e: int) -> bool:
+    def _is_joinable(self, e: int) -> bool:
         """Return whether the value of an edge may be in a bucket: a parameter or a
         gradient."""
         program, edge_value = self.formulation.program, self.layout.edge_values[e]

@@ -100,7 +100,7 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
     options = [_parts(rule, mesh, axis) for axis in axes]
     for parts in itertools.product(*options):
         for strategy in _strategies(dict(zip(axes, parts, strict=True)), mesh):
-            if not _fits(rule, strategy, mesh):
+            if not _can_shard(rule, strategy, mesh):
                 continue
             tensors = specs(rule, strategy)
             if all(map(_has_one_reduction, tensors)):
@@ -150,7 +150,7 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
             yield Strategy(factors, passes)
 
 
-def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
+def _can_shard(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether every tensor can be sharded by the strategy."""
     axes_of = strategy.axes_of
     if not all(can_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
