@@ -214,7 +214,7 @@ class Compilation:
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
         self.entry = entry
-        # That rank 0 is of the others, which take over what it plans and compiles.
+        # Set on rank 0 where the other ranks take over its plan and its compiled code.
         self.leader: Leader | None = None
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments

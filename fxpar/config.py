@@ -38,7 +38,7 @@ PASSES = (
     "join_cuts",
     "experts_in_place",
     "undo_views_around_matmul",
-    "keep_batch_apart",
+    "keep_batch_dim",
     "split_fused_projections",
     "split_fused_experts",
     "stack_by_dim",

@@ -88,7 +88,7 @@ JOINT = with_features(
             ),
         ),
         Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
-        Pass("keep_batch_apart", normalize_steps.split_batch),
+        Pass("keep_batch_dim", normalize_steps.split_batch),
         Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
         Pass("stack_by_dim", of_build(normalize.stack_by_dim), when=has("aten.cat")),
         Pass("sum_one_hot", of_build(normalize.sum_one_hot), when=has("aten.scatter")),

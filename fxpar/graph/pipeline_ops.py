@@ -6,7 +6,7 @@ text on every rank: they bring a value of one place along the pipeline axis to a
 place, to all of them, or in parts to all. The graph of one place has ``send`` and
 ``receive`` instead, which start a message and do not wait, and ``share``. Each takes
 the message ``before`` it: compiled code keeps their order, and all ranks have the same
-one. ``behind`` lets a result wait for what was sent.
+one. ``after_sends`` lets a result wait for what was sent.
 
 A received tensor is waited for by ``_c10d_functional.wait_tensor``, like the result of
 a collective. Bytes are sent, whatever the dtype.
@@ -98,8 +98,8 @@ def share(
     return out
 
 
-@torch.library.custom_op("fxpar::behind", mutates_args=())
-def behind(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
+@torch.library.custom_op("fxpar::after_sends", mutates_args=())
+def after_sends(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a copy of ``x`` once all messages were sent."""
     for token in sent:
         torch.ops._c10d_functional.wait_tensor(token)
@@ -161,7 +161,7 @@ for _op in (transfer, spread, share):
 scatter.register_fake(
     lambda x, source, places, group: x.new_empty(x.shape[0] // places)
 )
-behind.register_fake(lambda x, sent: torch.empty_like(x))
+after_sends.register_fake(lambda x, sent: torch.empty_like(x))
 send.register_fake(lambda x, *_: x.new_empty(0))
 receive.register_fake(
     lambda before, size, dtype, device, *_: torch.empty(

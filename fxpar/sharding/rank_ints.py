@@ -89,7 +89,7 @@ PLACES = (
     *(offset, own_size, own_start, part_size, largest_part),
     *(window_rows, window_start),
 )
-# Those that describe shards of unequal sizes.
+# Functions of ``PLACES`` that describe shards of unequal sizes.
 SIZES = (own_size, own_start, part_size, largest_part, window_rows)
 
 

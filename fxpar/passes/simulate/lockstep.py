@@ -201,7 +201,7 @@ def _run_steps(
             env[node] = post.arrived(node, ends)
         elif node.target is ours.share.default:
             env[node] = yield from shared(node, env, mesh, ranks, post)
-        elif node.target is ours.behind.default:
+        elif node.target is ours.after_sends.default:
             env[node] = env[node.args[0]]
         elif draws(node):
             env[node] = post.drawn(

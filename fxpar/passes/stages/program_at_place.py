@@ -166,7 +166,7 @@ class _PlaceProgram:
             if at is None or not self.awaited[is_backward]:
                 continue
             with self.build.at(results[at]):
-                after_sends = ours.behind.default
+                after_sends = ours.after_sends.default
                 values[at] = self.build.call(
                     after_sends, values[at], self.awaited[is_backward]
                 )

@@ -527,7 +527,7 @@ class _Gradient:
     reported_at: int
 
 
-# Those to compare, in the order in which they came, and those in this call's word.
+# Gradients to compare, in the order in which they came; those in this call's word.
 _GRADIENTS: list[_Gradient] = []
 _IN_WORD: list[_Gradient] = []
 

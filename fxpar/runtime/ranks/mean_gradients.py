@@ -69,7 +69,7 @@ class _Reducer:
 
     # By id.
     watched: dict[int, Watched] = field(default_factory=dict)
-    # Those that ranks agreed on, by place; a place is never used again.
+    # Parameters that ranks agreed on, by place; a place is never used again.
     placed: list[Watched] = field(default_factory=list)
     # The others, by name.
     new: dict[str, Watched] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _Reducer:
     usual: dict[int, dict[int, int]] = field(default_factory=dict)
     # Weak reference to the backward that runs, or to the last one.
     backward: Callable[[], _Backward | None] = lambda: None
-    # Those without a hook, which required no gradient so far.
+    # Parameters without a hook, which required no gradient so far.
     frozen: set[Watched] = field(default_factory=set)
     # Ids of parameters whose gradients other code reduces.
     left: set[int] = field(default_factory=set)

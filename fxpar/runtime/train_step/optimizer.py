@@ -173,7 +173,7 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 class TracedState:
     """Holds the traced values for a stand-in."""
 
-    # Those with a gradient, None for the others, in the order of
+    # Parameters with a gradient, None for the others, in the order of
     # ``parameters_of(optimizer)``.
     parameters: Sequence[torch.Tensor | None]
     # By slot.

@@ -48,7 +48,7 @@ def test_a_batch_that_is_divided_is_merged_as_ever(
 ) -> None:
     plan, _ = planned(8)
     assert (40, 7) in shapes(plan)
-    monkeypatch.setenv("FXPAR_DISABLE", "keep_batch_apart")
+    monkeypatch.setenv("FXPAR_DISABLE", "keep_batch_dim")
     assert str(planned(8)[0].result.normalized) == str(plan.result.normalized)
     assert (30, 7) in shapes(planned(6)[0])
 
