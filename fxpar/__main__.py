@@ -223,7 +223,7 @@ def _has_gradients(call: PlanTarget) -> bool:
 
 def _calibrate(args: argparse.Namespace) -> int:
     from fxpar.runtime.calibrate.measure import calibrate, describe, spawn
-    from fxpar.runtime.ranks.groups import launched
+    from fxpar.runtime.ranks.groups import is_launched
     from fxpar.sharding.mesh import Mesh
 
     mesh = Mesh.parse(args.mesh) if args.mesh else None
@@ -233,7 +233,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         what = f"{folder!r} does not exist or is not writable"
         raise OptionError(what, fix="name a file in another folder: --out FILE")
     ranks = args.ranks or (mesh.size if mesh else 1)
-    if ranks > 1 and not launched(os.environ):
+    if ranks > 1 and not is_launched(os.environ):
         options = ["--out", args.out, "--limit", str(args.limit)]
         options += ["--mesh", args.mesh] if args.mesh else []
         options += ["--quick"] if args.quick else []

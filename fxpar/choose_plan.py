@@ -188,7 +188,7 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     if not isinstance(request.mode, SearchOptions):
         return fastest_plan(graph, fake_mode, request)
     request = _on_hardware(request)
-    if request.leads:
+    if request.is_leader:
         with presence.works(f"searches {tag}"):
             result = _led(graph, fake_mode, request, tag)
         consensus.gather(tag, json.dumps(result.plan.to_record()))
@@ -215,7 +215,7 @@ def is_still_right(
     ranks return what rank 0 found: a search depends on the clock.
     """
     tag, says = f"the comparison of plans of {request.name}", ""
-    if request.leads:
+    if request.is_leader:
         trial_request = _on_hardware(request).with_options(schedule="none")
         try:
             with presence.works(f"decides {tag}"):

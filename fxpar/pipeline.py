@@ -191,7 +191,7 @@ STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     """Run each step in turn that is not left out, time it, and show what it changed."""
     request = state.request
-    printed = request.options.debug >= 2 and request.leads
+    printed = request.options.debug >= 2 and request.is_leader
     names: frozenset[str] | None = None
     for step in rows:
         graph = state.graph

@@ -42,7 +42,7 @@ def is_on() -> bool:
     return is_proved
 
 
-def takes(name: str) -> bool:
+def is_taken(name: str) -> bool:
     """Return whether the shortcut of this name is taken."""
     return is_on() and name not in LEFT_OUT
 
@@ -67,7 +67,7 @@ def shortcut(
     @contextlib.contextmanager
     @functools.wraps(patches)
     def context() -> Iterator[None]:
-        if not takes(patches.__name__):
+        if not is_taken(patches.__name__):
             yield
             return
         with _LOCK:

@@ -25,7 +25,7 @@ from fxpar._fast.cpp_kernels import (
 from fxpar._fast.inductor_shortcuts import unread_texts
 from fxpar._fast.known_values import values_known
 from fxpar._fast.quick_graphs import quick_min_cut
-from fxpar._fast.switch import takes
+from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
 from fxpar._torch.inductor import (
@@ -81,7 +81,7 @@ def export_joint(
     with (
         torch.set_grad_enabled(grad),
         calls_rewritten(),
-        traced_once(repeated if takes("traced_once") else None),
+        traced_once(repeated if is_taken("traced_once") else None),
         failures_unlogged(),
     ):
         joint = aot_export_joint_with_descriptors(
@@ -322,7 +322,7 @@ def compile_fx(
         functorch_config.patch(settings),
         _views_recomputed(),
         _objects_of_generators(),
-        traced_once(repeated if takes("traced_once") else None),
+        traced_once(repeated if is_taken("traced_once") else None),
         failures_unlogged(),
         calls_rewritten(),
         _backwards_repeatable(),

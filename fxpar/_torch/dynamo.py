@@ -20,7 +20,7 @@ from torch import fx
 from fxpar._fast.old_objects import old_objects_kept
 from fxpar._fast.python_frames import in_one_block
 from fxpar._fast.quick_graphs import quick_graphs
-from fxpar._fast.switch import takes
+from fxpar._fast.switch import is_taken
 from fxpar._torch.distributed import is_only_rank
 
 # Raises in compiled code, with a message, where a tensor is False.
@@ -40,7 +40,7 @@ def _is_ours(backend: Any) -> bool:
 def is_served(backend: Any) -> bool:
     """Return whether, for a backend, one of the layers that repeat is traced for all:
     it is one of fxpar's, and there are several ranks."""
-    return _is_ours(backend) and not is_only_rank() and takes("layer_regions")
+    return _is_ours(backend) and not is_only_rank() and is_taken("layer_regions")
 
 
 def example_of(node: fx.Node) -> Any:

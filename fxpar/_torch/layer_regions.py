@@ -78,7 +78,7 @@ def _teach_dynamo() -> None:
     @functools.wraps(plain)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         trace = _trace_of(tx)
-        if type(self) is UnspecializedNNModuleVariable and trace.takes(tx, self):
+        if type(self) is UnspecializedNNModuleVariable and trace.can_call(tx, self):
             return trace.call(tx, self, args, kwargs)
         return plain(self, tx, args, kwargs)
 
@@ -174,7 +174,7 @@ class _Trace:
         self.regions.clear()
         self.bodies.clear()
 
-    def takes(self, tx: Any, layer: Any) -> bool:
+    def can_call(self, tx: Any, layer: Any) -> bool:
         """Return whether the call of a module becomes a call of a region."""
         return (
             self.is_served

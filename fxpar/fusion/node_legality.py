@@ -75,7 +75,7 @@ def _is_row_exchange(node: fx.Node) -> bool:
     return node.target in EXACT
 
 
-def communicates(node: fx.Node) -> bool:
+def has_meeting(node: fx.Node) -> bool:
     """Return whether ranks meet in an op that is no step, and neither one of
     ``PRODUCTS`` nor of ``EXACT``."""
     return node.target not in _SILENT and op_facts_of(node.target).communicates
@@ -107,7 +107,7 @@ def _has_opaque_graphs(node: fx.Node) -> bool:
     if higher and any("val" not in n.meta for n in graphs):
         return True
     inside = (n for body in bodies_of(node) for n in all_nodes(body.graph))
-    return any(communicates(n) or _is_write(n) for n in inside)
+    return any(has_meeting(n) or _is_write(n) for n in inside)
 
 
 def _is_no_op(node: fx.Node) -> bool:
@@ -117,7 +117,7 @@ def _is_no_op(node: fx.Node) -> bool:
 # (which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
-        communicates,
+        has_meeting,
         "communicates by an op that schedules do not know",
         "trace collectives of one tensor each: all_reduce, reduce_scatter_tensor, "
         "all_gather_into_tensor, all_to_all_single, isend, irecv",

@@ -47,7 +47,7 @@ class SharedMemory:
                 for memory in self._memories(target):
                     self.writers[memory].append(node)
 
-    def lasts(self, node: fx.Node) -> bool:
+    def is_kept(self, node: fx.Node) -> bool:
         """Return whether nothing writes to the memory of a value before it and its
         views are last read, nothing writes through them at all, and none of them is a
         result of the graph. False where its memory is unknown."""
@@ -137,7 +137,7 @@ def _kinds(
                 [[x for x in reads if _is_tensor(x[0])] for _, reads in group],
                 [[node for node, _ in reads if _is_number(node)] for _, reads in group],
                 results,
-                [all(memory.lasts(nodes[i]) for nodes, _ in group) for i in results],
+                [all(memory.is_kept(nodes[i]) for nodes, _ in group) for i in results],
             )
 
 

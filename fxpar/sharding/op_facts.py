@@ -145,7 +145,7 @@ def has_random_numbers(node: fx.Node) -> bool:
     return op_facts_of(node.target).random and not _has_no_dropout(node)
 
 
-def draws(node: fx.Node) -> bool:
+def is_draw(node: fx.Node) -> bool:
     """Return whether a node draws numbers, the same ones on every rank."""
     return is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
 

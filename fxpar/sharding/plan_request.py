@@ -126,7 +126,7 @@ class Request:
         return self.name if self.rank is None else f"rank{self.rank}/{self.name}"
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Return whether this process prints messages that are equal on every rank."""
         return not self.rank
 

@@ -121,6 +121,7 @@ class Value:
     name: str
     # Global; a size that is left open has its hint.
     shape: tuple[int, ...]
+    # The dtype of its elements.
     dtype: torch.dtype
     # Its shape with the sizes that the program leaves open as symbols.
     open: tuple[Any, ...] = field(default=(), compare=False)

@@ -79,7 +79,7 @@ def is_split(exchange: Exchange) -> bool:
     return all(exchange.split_sources) and all(exchange.split_targets)
 
 
-def pays(
+def is_faster(
     window: Exchange, exchanges: Collection[Exchange], mesh: Mesh, row: float
 ) -> bool:
     """Return whether a window takes less time than separate exchanges, for rows of

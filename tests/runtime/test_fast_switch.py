@@ -41,7 +41,7 @@ def test_other_torch_is_left_as_it_is(
 
 def test_the_user_turns_all_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPAR_FAST", "0")
-    assert not switch.takes("quick_graphs")
+    assert not switch.is_taken("quick_graphs")
 
 
 @needs_patches
@@ -140,7 +140,7 @@ def test_one_rank_alone_goes_through_none(monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError(f"{name} is asked for")
 
     for module in (switch, dynamo, aot):
-        monkeypatch.setattr(module, "takes", refuse)
+        monkeypatch.setattr(module, "is_taken", refuse)
     torch.compiler.reset()
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(8, 16)

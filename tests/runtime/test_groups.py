@@ -40,11 +40,11 @@ def test_resolve_mesh() -> None:
 
 def test_launch_environment() -> None:
     whole = dict.fromkeys(groups.ENVIRONMENT, "1")
-    assert groups.launched(whole)
-    assert not groups.launched({})
-    assert not groups.launched({"RANK": "0", "WORLD_SIZE": "1"})
+    assert groups.is_launched(whole)
+    assert not groups.is_launched({})
+    assert not groups.is_launched({"RANK": "0", "WORLD_SIZE": "1"})
     with pytest.raises(FxparError, match="WORLD_SIZE is 2, but RANK, .* not set"):
-        groups.launched({"WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+        groups.is_launched({"WORLD_SIZE": "2", "MASTER_ADDR": "here"})
 
 
 def test_one_process_needs_no_group(monkeypatch) -> None:

@@ -313,7 +313,7 @@ def test_what_lasts() -> None:
     fakes = [_torch.fake.as_fake(torch.ones(4, 4), mode) for _ in range(2)]
     graph = _torch.aot.trace_flat(fn, fakes, mode).graph
     memory = SharedMemory(graph)
-    lasting = {node.name for node in graph.nodes if memory.lasts(node)}
+    lasting = {node.name for node in graph.nodes if memory.is_kept(node)}
     assert {"t", "mul_"} <= lasting
     assert not {"view", "t_1", "add_", "arg0_1", "arg1_1"} & lasting
 

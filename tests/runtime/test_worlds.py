@@ -55,7 +55,7 @@ def place_of(mesh: str) -> dict[str, Any]:
             "gathered": [number for [number] in numbers],
             "texts": consensus.gather("it", str(dist.get_rank())),
             "words": meeting.meet("it", str(dist.get_rank())),
-            "leads": consensus.leads(),
+            "leads": consensus.is_leader(),
             "channel": meeting.current() is not None,
         }
 

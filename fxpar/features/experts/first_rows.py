@@ -43,7 +43,7 @@ def mark_first_rows(graph: fx.Graph) -> None:
     for ends in _all_ends(graph):
         needs = _FirstRows(graph, ends)
         for node in graph.nodes:
-            if (node, 0) in needs.in_order and needs.suffice(node, 0):
+            if (node, 0) in needs.in_order and needs.is_enough(node, 0):
                 custom = node.meta.get("custom") or {}
                 node.meta["custom"] = custom | {FIRST_ROWS: True}
 
@@ -100,7 +100,7 @@ class _FirstRows:
         self.in_order = _connected([*self.operands, *self.products])
         self._suffice: dict[tuple[fx.Node, int], bool] = {}
 
-    def suffice(self, node: fx.Node, dim: int) -> bool:
+    def is_enough(self, node: fx.Node, dim: int) -> bool:
         """Return whether something reads the rows along a dim, and only up to the
         last."""
         key = node, dim
@@ -123,7 +123,7 @@ class _FirstRows:
         if user.op == "output":
             return dim == 0 and is_of_first_rows(node)
         result = row_result(user, node, dim)
-        return result is not None and self.suffice(user, result)
+        return result is not None and self.is_enough(user, result)
 
 
 def _connected(nodes: Iterable[fx.Node]) -> set[tuple[fx.Node, int]]:
@@ -181,7 +181,7 @@ class _Rewritten:
         is_past_ends = self.ends.op == "placeholder"
         inside: dict[fx.Node, dict[fx.Node, int]] = {}
         for node in self.graph.nodes:
-            rows = (node, 0) in self.needs.in_order and self.needs.suffice(node, 0)
+            rows = (node, 0) in self.needs.in_order and self.needs.is_enough(node, 0)
             if is_past_ends and rows:
                 reads = _read(node)
                 if reads or node.target in (MM, SEND) or _is_in_order(node):

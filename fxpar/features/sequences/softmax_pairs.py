@@ -56,7 +56,7 @@ class SplitSoftmax:
     def axes(self) -> tuple[str, ...]:
         return collective_nodes.axes_of(self.total)
 
-    def pays(self, mesh: Mesh) -> bool:
+    def is_faster(self, mesh: Mesh) -> bool:
         """Return whether one gather takes less time than the all-reduces; ``mesh`` has
         links."""
         sizes = [nbytes_of(node.meta["val"]) for node in self.reductions]
@@ -68,7 +68,7 @@ class SplitSoftmax:
 def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     """Rewrite a local graph in place; ``mesh`` has the links of the hardware."""
     softmaxes = [_softmax_of(node) for node in graph.nodes]
-    paying = [softmax for softmax in softmaxes if softmax and softmax.pays(mesh)]
+    paying = [softmax for softmax in softmaxes if softmax and softmax.is_faster(mesh)]
     for softmax in paying:
         _exchange(build, softmax)
     if paying:

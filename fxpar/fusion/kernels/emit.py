@@ -22,9 +22,9 @@ from fxpar.fusion.kernels.expressions import (
     DTYPES,
     SUMS,
     Text,
-    compares,
     constant,
     expression,
+    is_comparison,
     kind_of,
     narrowed,
     promoted,
@@ -312,9 +312,9 @@ class _Writer:
         for x in line.args:
             args.append(self._operand(line, x, place) if isinstance(x, Ref) else x)
         texts = [x for x in args if isinstance(x, Text)]
-        if all(x.literal for x in texts):
+        if all(x.is_literal for x in texts):
             args = [_as_value(x) if isinstance(x, Text) else x for x in args]
-        common = promoted(line, self.program.values) if compares(line) else ""
+        common = promoted(line, self.program.values) if is_comparison(line) else ""
         for i, x in enumerate(line.args):
             if common and isinstance(x, Ref) and self._dtype(x) != common:
                 args[i] = narrowed(args[i], common)
@@ -424,7 +424,7 @@ class _Writer:
         to = strided(t.shape, t.stride)
         offset = place.text if to.is_identity else self._offset(to, place)
         text = value.text
-        if value.literal:
+        if value.is_literal:
             text = _as_value(value).text
         if t.dtype in ("bfloat16", "float16"):
             text += f".to({DTYPES[t.dtype]})"

@@ -48,7 +48,7 @@ class Text:
     value: bool | int | float | None = None
 
     @property
-    def literal(self) -> bool:
+    def is_literal(self) -> bool:
         """Return whether it is a number as it is written."""
         return self.value is not None
 
@@ -325,7 +325,7 @@ def expression(
     return _WRAPPED[line.dtype].format(text) if line.dtype in _WRAPPED else text
 
 
-def compares(line: Statement) -> bool:
+def is_comparison(line: Statement) -> bool:
     """Return whether operands of a line are read in the dtype that they are promoted
     to."""
     return line.op in OPS and OPS[line.op].operands == COMMON

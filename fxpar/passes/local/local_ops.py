@@ -50,7 +50,7 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
-def crosses(call: LocalCall) -> bool:
+def is_exchange(call: LocalCall) -> bool:
     """Return whether an op moves rows between ranks by exchanges, not by permutes
     (``halos``)."""
     exchanges = (_exchange(call, moves) for moves in call.rule.moves)
@@ -180,7 +180,7 @@ def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = look_up(LOCAL, target)
-    if call.rule.moves and crosses(call):
+    if call.rule.moves and is_exchange(call):
         return local_moves(call, _operands(args, kwargs))
     if local is not None:
         return local(call, *args, **kwargs)

@@ -68,7 +68,7 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     window, x = shared_rows.window_of(exchanges), nodes[0].args[0]
     assert isinstance(x, fx.Node)
     moves, firsts = exchanges[0].moves, shared_rows.firsts_of(exchanges)
-    if not shared_rows.pays(window, set(exchanges), mesh, _row(x, moves.dim)):
+    if not shared_rows.is_faster(window, set(exchanges), mesh, _row(x, moves.dim)):
         return False
     with build.before(nodes[0]):
         read = collective_nodes.exchange_step(build, x, window)
@@ -125,7 +125,7 @@ def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
     for key, nodes in puts.items():
         exchanges, dim = [_exchange(node) for node in nodes], key.moves.dim
         window = shared_rows.window_of(exchanges)
-        if not shared_rows.pays(window, exchanges, mesh, _row(nodes[0], dim)):
+        if not shared_rows.is_faster(window, exchanges, mesh, _row(nodes[0], dim)):
             continue
         with build.before(root):
             total = _put_at_once(build, nodes, window)

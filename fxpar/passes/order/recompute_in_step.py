@@ -23,7 +23,7 @@ from fxpar.passes.order.joinable_collectives import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.cost.recompute import computed_again
-from fxpar.sharding.op_facts import draws, op_facts_of
+from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.program import PHASE, phase_of
 
 
@@ -67,7 +67,7 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     tensors = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     is_core = getattr(node.target, "namespace", "") in ("aten", "prims")
-    return tensors and is_core and not draws(node)
+    return tensors and is_core and not is_draw(node)
 
 
 def _copy_operands(

@@ -38,7 +38,7 @@ from fxpar.passes.stages.lay_out_stages import is_laid_out
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_facts import draws
+from fxpar.sharding.op_facts import is_draw
 from fxpar.sharding.ops.custom_op_rules import REGION_OPS
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec
@@ -203,7 +203,7 @@ def _run_steps(
             env[node] = yield from shared(node, env, mesh, ranks, post)
         elif node.target is ours.after_sends.default:
             env[node] = env[node.args[0]]
-        elif draws(node):
+        elif is_draw(node):
             env[node] = post.drawn(
                 node.name, functools.partial(_compute, node, env, count)
             )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar import _torch
 from fxpar.graph.builder import PLACE, Builder
 from fxpar.graph.pipeline_ops import EVERY
-from fxpar.sharding.op_facts import draws
+from fxpar.sharding.op_facts import is_draw
 from fxpar.sharding.program import depending_on_tangents
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ class _PlaceProgram:
         copy = self.program.node_copy(node, self._value)
         copy.meta = dict(node.meta)
         self.copies[node] = copy
-        if draws(node):
+        if is_draw(node):
             self.awaited[node in self.backward].append(copy)
 
     def _value(self, node: fx.Node) -> fx.Node:

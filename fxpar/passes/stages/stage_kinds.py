@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost.op import flops_of, is_view, tensors_in
-from fxpar.sharding.op_facts import draws, op_facts_of
+from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
 
@@ -99,7 +99,7 @@ class Kinds:
             kinds = (self.forward, self.backward, self.everywhere)
             return next((kind for kind in kinds if base in kind), None)
         writes = op_facts_of(node.target).mutates
-        if phase_of(node) == "update" or writes or draws(node):
+        if phase_of(node) == "update" or writes or is_draw(node):
             return self.everywhere
         read = set(map(viewed_value, node.all_input_nodes))
         if is_loose_view(node):

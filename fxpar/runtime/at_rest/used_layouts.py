@@ -148,7 +148,7 @@ def _moved(
     """Reshard ``ours`` to the layouts that rank 0 plans, and return the new specs of
     those that changed; None if ranks read different parameters."""
     twins, texts = twins_of(ours.values()), {}
-    if consensus.leads():
+    if consensus.is_leader():
         with presence.works("plans how to shard parameters"):
             texts = _planned(gm, inputs, examples, options, ranks, ours)
     moves = _agreed(ours, texts)

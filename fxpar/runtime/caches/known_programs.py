@@ -98,7 +98,7 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
     """
     key = text and hashlib.sha256(text.encode()).hexdigest()
     message: dict[str, Any] = {"key": key}
-    if key and consensus.leads():
+    if key and consensus.is_leader():
         message["number"] = uuid.uuid4().hex
         message["record"] = None
         if not anew:
@@ -307,7 +307,7 @@ def text_of(
     named_plan = options.plan in ("search", "propagate", "replicate")
     if uncacheable or not named_plan or options.schedule not in ("auto", "none"):
         return None
-    if options.codegen != "inductor" or not plan_store.allowed() or has_user_rules():
+    if options.codegen != "inductor" or not plan_store.is_on() or has_user_rules():
         return None
     content = fixed_content(gm, inputs, examples)
     return content and "\n".join(

@@ -33,7 +33,7 @@ from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 FORMAT = "fxpar plan on disk 2"
 
 
-def allowed() -> bool:
+def is_on() -> bool:
     """Return whether torch's caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
     return not _torch.inductor.is_cache_disabled()
 

@@ -78,12 +78,12 @@ def _agreed() -> tuple[Level, ...]:
     key = json.dumps(_facts(size))
     path = cache_files.folder() / f"{consensus.digest_of(key)}.links.json"
     network: tuple[Level, ...] | None = None
-    if consensus.leads():
+    if consensus.is_leader():
         network = cache_files.read_record(path, FORMAT, key, _levels)
     text = consensus.gather("links that were kept", _text(network or ()))[0]
     if not json.loads(text):
         text = consensus.gather("links", _text(_measured(size)))[0]
-        if consensus.leads() and json.loads(text):
+        if consensus.is_leader() and json.loads(text):
             cache_files.write_record(path, FORMAT, key, {"levels": json.loads(text)})
             log.info("measured links between %d devices, kept in %s", size, path)
     return _parse(json.loads(text))

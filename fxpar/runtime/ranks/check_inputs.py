@@ -235,7 +235,7 @@ def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
     for *_, x in fed:
         broadcast(x)
     kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
-    if consensus.leads():
+    if consensus.is_leader():
         warn(
             f"{' and '.join(kinds)} differ between ranks, taken from rank "
             f"{worlds.global_rank(0)}: "

@@ -86,7 +86,7 @@ def first_other(values: Iterable[Any]) -> int | None:
     return next((rank for rank, x in enumerate(rest, 1) if x != first), None)
 
 
-def leads() -> bool:
+def is_leader() -> bool:
     """Return whether this is the rank that decides for all."""
     channel = meeting.current()
     return channel is None or channel.rank == 0

@@ -140,7 +140,9 @@ class Bucket:
     mask: int
     # Shape and strides of each gradient, as ranks agreed.
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    # The dtype of all gradients.
     dtype: torch.dtype
+    # The device of all gradients.
     device: torch.device
     # Up to two, used in turns: ``.grad`` may be views of one.
     memories: list[BucketMemory] = field(default_factory=list)

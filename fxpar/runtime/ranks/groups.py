@@ -236,7 +236,7 @@ def ensure_process_group(mesh: Any = None) -> int:
     """
     group = _torch.distributed.default_group()
     if group is None:
-        if not launched(os.environ):
+        if not is_launched(os.environ):
             return 1
         resolve_mesh(Options(mesh=mesh), int(os.environ["WORLD_SIZE"]))
         _start()
@@ -246,7 +246,7 @@ def ensure_process_group(mesh: Any = None) -> int:
     return dist.get_world_size()
 
 
-def launched(environ: Mapping[str, str]) -> bool:
+def is_launched(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun set the environment. Raises FxparError if only a part of
     its variables is set."""
     unset = [name for name in ENVIRONMENT if not environ.get(name)]

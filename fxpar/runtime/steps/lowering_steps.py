@@ -175,7 +175,7 @@ def fuse_regions(graph: fx.Graph, state: PhaseState) -> None:
         tune=request.options.tune,
     )
     state.regions += [f"{which}: {text}" for text in fused.lines]
-    if request.leads and (beyond_schedule or fused.programs or fused.unfused):
+    if request.is_leader and (beyond_schedule or fused.programs or fused.unfused):
         say(fused, f"{request.name}/{which}", request.options.debug)
 
 

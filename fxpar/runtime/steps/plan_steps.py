@@ -87,7 +87,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     if isinstance(mode, Plan):
         whole = mode
         state.recalled = state.plan_with_schedule = _as_planned(mode, request)
-    elif request.cached and plan_store.allowed() and isinstance(mode, SearchOptions):
+    elif request.cached and plan_store.is_on() and isinstance(mode, SearchOptions):
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:

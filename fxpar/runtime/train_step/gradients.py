@@ -54,7 +54,7 @@ class GradientOptions:
             )
 
     @property
-    def scales(self) -> bool:
+    def has_scaler(self) -> bool:
         """Return whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 

@@ -220,7 +220,7 @@ class _Stage:
                 "torch.compile the model and call optimizer.step()",
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
-        calls, scales = options.accumulate, options.scales
+        calls, scales = options.accumulate, options.has_scaler
         return StepCall(
             options.clip, calls, updates, tuple(accumulated), scales, self.averages
         )

@@ -58,7 +58,7 @@ class Resampled:
     support: float
 
     @property
-    def stays(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether the dim stays unchanged."""
         return self.rows == self.count and self.scale == 1.0
 
@@ -113,7 +113,7 @@ def _rule(dims: Sequence[Resampled], lead: int, x: int, other: int) -> Rule:
         splits = min(dim.rows, dim.count) > 1
         for position in (x, other):
             words[position].append(f"o{d}" if splits else "_")
-        if splits and not dim.stays:
+        if splits and not dim.is_unchanged:
             ends = dim.rows, dim.count, dim.reach
             windows.append(RowWindow(x, lead + d, *ends))
     rule = parse_rule(text(words[0], results=[words[1]]))
@@ -223,7 +223,7 @@ def _dims(
     return [
         _Covered(lead + d, dim, window_of.get(lead + d), own[lead + d])
         for d, dim in enumerate(both_dims(kind, shape[lead:], size, *settings))
-        if not dim.stays
+        if not dim.is_unchanged
     ]
 
 

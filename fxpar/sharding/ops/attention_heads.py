@@ -29,8 +29,11 @@ class Heads:
 
     # A word per dim.
     query: list[str]
+    # A word per dim.
     key: list[str]
+    # A word per dim.
     value: list[str]
+    # A word per dim of the output.
     out: list[str]
     # Of [batch, query heads, queries, keys].
     scores: list[str]

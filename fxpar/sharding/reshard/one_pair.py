@@ -203,7 +203,7 @@ class _Problem:
     def bandwidth(self) -> float:
         return bound(self.mesh)[1]
 
-    def allows(self, move: Move) -> bool:
+    def is_possible(self, move: Move) -> bool:
         """Return whether a move is possible with unequal shards: it moves whole axes,
         one after another; a part of an axis, or two axes at once, would cut them
         elsewhere."""
@@ -306,7 +306,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
         spent = heapq.heappop(queue)[-2]
         if spent > best[state]:
             continue
-        for move in filter(problem.allows, moves(problem, *state)):
+        for move in filter(problem.is_possible, moves(problem, *state)):
             next_state = (move.dims, move.pending)
             total = spent + nudge + _seconds(move, problem, local(state[0]))
             if total < best.get(next_state, math.inf):

@@ -162,7 +162,7 @@ def _shared(
         ):
             continue  # strategies that differ elsewhere
         window = shared_rows.window_of(exchanges)
-        if len(pairs) > 1 and shared_rows.pays(window, exchanges, build.mesh, row):
+        if len(pairs) > 1 and shared_rows.is_faster(window, exchanges, build.mesh, row):
             seconds = row_moves.seconds(window, build.mesh, row)
             shared[spec] = seconds * build.op_share(group.ops[0])
     return shared

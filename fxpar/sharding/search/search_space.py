@@ -191,11 +191,11 @@ def allowed(
 
     Raises HintError if hints on the value contradict each other.
     """
-    hinted = [s for s in specs if all(keeps(seed, s, mesh) for seed in seeds)]
+    hinted = [s for s in specs if all(is_as_hinted(seed, s, mesh) for seed in seeds)]
     if hinted or not seeds:
         return hinted
     also = [*specs_of_shape(value.shape, mesh), *_merged_seeds(seeds, mesh)]
-    hinted = [s for s in also if all(keeps(seed, s, mesh) for seed in seeds)]
+    hinted = [s for s in also if all(is_as_hinted(seed, s, mesh) for seed in seeds)]
     if not hinted:
         raise HintError(
             f"{' and '.join(seed.origin for seed in seeds)} contradict each other "
@@ -205,7 +205,7 @@ def allowed(
     return hinted
 
 
-def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
+def is_as_hinted(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
     """Return whether a spec is as a hint asks: closed dims exactly, open ones at
     least."""
     hint = stripped(Spec.of(seed.dims), mesh)
