@@ -47,7 +47,7 @@ def test_the_options_are_all_listed() -> None:
 def test_env_variables_exist(page: Path) -> None:
     from fxpar import config
 
-    for variable in set(re.findall(r"\bFXPAR_[A-Z]+\b", page.read_text())):
+    for variable in set(re.findall(r"\bFXPAR_[A-Z_]+\b", page.read_text())):
         assert variable in config.table(), f"{name(page)} names {variable}"
 
 
