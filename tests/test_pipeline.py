@@ -109,7 +109,7 @@ def test_each_step_is_printed_with_what_it_changed(
 def test_other_ranks_print_no_steps(caplog: pytest.LogCaptureFixture) -> None:
     graph = torch.fx.Graph()
     graph.output([])
-    options = Options(debug=2)
+    options = Options(debug=2, codegen="eager")
     request = Request(MESH, Signature((), ()), options=options, name="g", rank=1)
     pipeline.scheduled(graph, request, None, backward=False)
     assert not caplog.text
@@ -125,7 +125,7 @@ def test_what_can_be_left_out_is(
     plan = planned(monkeypatch, debug="2", disable=name, schedule=given)
     x = torch.ones(4, 4, dtype=torch.float64)
     torch.testing.assert_close(plan.simulate(x), plan.reference(x))
-    options = Options(debug=2, disable=frozenset({name}))
+    options = Options(debug=2, codegen="eager", disable=frozenset({name}))
     request = Request(MESH, Signature((), ()), options=options)
     graph = copy_of(plan.result.local)
     with caplog.at_level(logging.WARNING, "fxpar"):

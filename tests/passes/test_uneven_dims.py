@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.passes import lower_uneven
+from fxpar.graph import collective_nodes
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.ops import LOCAL, reduction
 from tests.helpers.odd_sizes import check
@@ -83,7 +83,7 @@ def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lower_uneven, "_is_even", lambda *_: True)
+    patch.setattr(collective_nodes.Cut, "is_even_in", lambda *_: True)
 
 
 def one_row_further(patch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ class Made:
     def is_proved(self) -> bool:
         return self.predicted - self.bound < 1e-9
 
-    def above(self, bound: float) -> Made:
+    def with_bound(self, bound: float) -> Made:
         return replace(self, bound=bound)
 
 
