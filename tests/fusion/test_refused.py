@@ -212,7 +212,7 @@ def test_steps_along_the_same_axes_do_not_merge() -> None:
 def test_casts_that_hold_every_value(
     dtype: torch.dtype, to: torch.dtype, may: bool
 ) -> None:
-    assert reorder._holds(to, dtype) == may
+    assert reorder._has_all_values(to, dtype) == may
 
 
 def test_a_tuple_before_the_reduction() -> None:

@@ -848,7 +848,7 @@ def test_kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: torch.ops.fxpar.grouped_outer(x, y, ends, 17),
     ]
     by_loop = [call() for call in calls]
-    monkeypatch.setattr(expert_ops, "_fits_torch", lambda *_: True)
+    monkeypatch.setattr(expert_ops, "_has_torch_kernel", lambda *_: True)
     by_kernel = [call() for call in calls]
     torch.testing.assert_close(by_kernel, by_loop)
     assert not by_kernel[0][17:].any() and by_kernel[0][:17].any()
