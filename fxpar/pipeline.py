@@ -202,9 +202,9 @@ def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
         if is_on:
             names = None
             before = op_counts(graph) if printed else Counter[str]()
-            status_line.begin(step.name)
             counted = COUNTED.get(step.name, stage_times.PARTITION)
             counted = counted if step in JOINT else stage_times.PHASE
+            status_line.begin(step.name, counted)
             with stage(counted) as step_seconds, on_cpu_by_default():
                 state.graph = step.run(graph, state) or graph
             seconds = state.seconds[step.name] = step_seconds.seconds

@@ -42,17 +42,32 @@ def install() -> None:
             print(f"{line} ({kind.__name__})", file=sys.stderr)
             return
         if is_ours and os.environ.get("FXPAR_DEBUG", "0") == "0":
-            error.__cause__, error.__suppress_context__ = None, True
+            context = _users_context(error)
+            error.__cause__, error.__context__ = None, context
+            error.__suppress_context__ = context is None
             trace = users_frames(trace)
             error.with_traceback(trace)
         plain(kind, error, trace)
         if is_ours and is_of_ranks:
             _record(text)
-        if rank == "0" and is_of_ranks and isinstance(error, Exception):
+        has_text = isinstance(error, Exception) and bool(str(error))
+        if rank == "0" and is_of_ranks and has_text:
             # Without the line, which another rank may have reached from elsewhere.
             _give(f"{kind.__name__}: {getattr(error, 'what', error)}")
 
     sys.excepthook = print_error
+
+
+def _users_context(error: BaseException) -> BaseException | None:
+    """Return what the user's code was handling when an error was raised, None if it was
+    nothing: exceptions that a library caught have its frame first."""
+    context = error.__cause__ or error.__context__
+    while context is not None:
+        trace = context.__traceback__
+        if trace is not None and not is_library(trace.tb_frame.f_code.co_filename):
+            break
+        context = context.__cause__ or context.__context__
+    return context
 
 
 def users_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -70,13 +85,15 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     return result or trace
 
 
-# Key, in the store, of the error of rank 0.
-_KEY = "fxpar/error of rank 0"
+def _key() -> str:
+    """Return where the error of rank 0 is in the store, which outlives restarts."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"fxpar/error of rank 0 at start {start}"
 
 
 def _give(text: str) -> None:
     """Give the error of this rank, which is rank 0, to the others."""
-    _at_store(lambda store: store.set(_KEY, text) or "")
+    _at_store(lambda store: store.set(_key(), text) or "")
 
 
 def _is_of_rank_0(text: str) -> bool:
@@ -84,9 +101,9 @@ def _is_of_rank_0(text: str) -> bool:
     that is not known in time."""
 
     def ask(store: Any) -> str:
-        while not store.check([_KEY]):
+        while not store.check([_key()]):
             time.sleep(0.02)
-        return str(store.get(_KEY).decode())
+        return str(store.get(_key()).decode())
 
     first = _at_store(ask)
     return bool(first) and first in text
@@ -102,14 +119,18 @@ def _at_store(use: Callable[[Any], str]) -> str:
             store = _store()
             answer.put("" if store is None else use(store))
 
-    ends = signal.signal(signal.SIGTERM, lambda *_: answer.put(""))
+    # A hook for errors of threads may call this one; only the main thread has signals.
+    has_signals = threading.current_thread() is threading.main_thread()
+    if has_signals:
+        ends = signal.signal(signal.SIGTERM, lambda *_: answer.put(""))
     try:
         threading.Thread(target=run, daemon=True).start()
         return answer.get(timeout=SECONDS)
     except queue.Empty:
         return ""
     finally:
-        signal.signal(signal.SIGTERM, ends)
+        if has_signals:
+            signal.signal(signal.SIGTERM, ends)
 
 
 def _store() -> Any:

@@ -26,6 +26,7 @@ from fxpar.sharding.plan_text import line_text, short_dtype
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
+from fxpar.units import short_bytes
 
 log = logging.getLogger("fxpar")
 
@@ -232,7 +233,7 @@ def report(
         gathered = [c for c in plan.collectives if c.source.startswith("output ")]
         text = (
             f"{name} ends in a graph break: its results become ordinary tensors, "
-            f"whole on every rank ({sum(c.bytes for c in gathered)} bytes "
+            f"whole on every rank ({short_bytes(sum(c.bytes for c in gathered))} "
             f"gathered in {len(gathered)} collectives)"
         )
         fix = (

@@ -35,14 +35,15 @@ class _Status:
         follow = self._on_terminal if renews else self._in_log
         self.thread = threading.Thread(target=follow, daemon=True)
 
-    def begin(self, step: str) -> None:
+    def begin(self, step: str, stage: str) -> None:
         """Go on to the next step of a name; back to its first, where a program is
-        planned another time. A name that no step has is shown at the step that ran."""
+        planned another time. A name that no step has is shown at the step that ran.
+        ``stage``: the work that the step is a part of, shown before it."""
         names, (_, count) = self.steps, self.now
         if step in names:
             begin = count if step in names[count:] else 0
             count = names.index(step, begin) + 1
-        self.now = (step, count)
+        self.now = (f"{stage} ({step})" if stage not in ("", step) else step, count)
 
     def _on_terminal(self) -> None:
         """Show one line that renews itself."""
@@ -96,10 +97,10 @@ def status_of(name: str, steps: Sequence[str], *, on: bool) -> Iterator[None]:
         progress.thread.join()
 
 
-def begin(step: str) -> None:
-    """Note that a step begins."""
+def begin(step: str, stage: str = "") -> None:
+    """Note that a step of a stage begins."""
     for progress in _CURRENT:
-        progress.begin(step)
+        progress.begin(step, stage)
 
 
 def rename(step: str) -> None:

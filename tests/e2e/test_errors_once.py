@@ -3,15 +3,18 @@ frames and the message last."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from pathlib import Path
 
 import pytest
 
-from fxpar import errors
+from fxpar import errors, print_errors
 from tests.helpers.processes import ROOT, environment
 
 SCRIPT = """
@@ -99,6 +102,49 @@ def test_debugging_shows_all_frames(tmp_path: Path) -> None:
     ranks, _ = launch("hint", tmp_path, FXPAR_DEBUG="1")
     assert "eval_frame.py" in ranks
     assert ranks.count("rank 1 ends with the error that rank 0 prints") == 1
+
+
+def raised_while_handling(outer: str, inner: str) -> errors.FxparError:
+    """An error that names ``inner``, raised where the user handled ``outer``."""
+    try:
+        try:
+            raise ValueError(outer)
+        except ValueError:
+            raise errors.FxparError(inner)  # noqa: B904
+    except errors.FxparError as error:
+        return error
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_of_a_thread_is_printed(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(
+        sys, "excepthook", lambda _, error, trace: printed.append(error)
+    )
+    monkeypatch.setattr(print_errors, "_store", lambda: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    print_errors.install()
+    error = errors.FxparError("a fact of a thread")
+    call = (type(error), error, None)
+    thread = threading.Thread(target=sys.excepthook, args=call)
+    thread.start()
+    thread.join()
+    assert printed == [error]
+
+
+def test_what_the_user_handled_is_printed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", traceback.print_exception)
+    monkeypatch.delenv("RANK", raising=False)
+    print_errors.install()
+    error = raised_while_handling("the first fact", "the second")
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert "the first fact" in text.getvalue() and "the second" in text.getvalue()
 
 
 def test_a_warning_without_a_line_of_the_user_shows_none_of_ours() -> None:
