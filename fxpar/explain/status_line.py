@@ -35,7 +35,7 @@ class _Status:
         follow = self._on_terminal if renews else self._in_log
         self.thread = threading.Thread(target=follow, daemon=True)
 
-    def begin(self, step: str, stage: str) -> None:
+    def begin(self, step: str, stage: str = "") -> None:
         """Go on to the next step of a name; back to its first, where a program is
         planned another time. A name that no step has is shown at the step that ran.
         ``stage``: the work that the step is a part of, shown before it."""

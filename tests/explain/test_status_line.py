@@ -113,7 +113,7 @@ def test_debug_0_is_silent_if_it_is_written_out() -> None:
 
 def test_steps_of_a_plan_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    monkeypatch.setattr(status_line, "begin", steps.append)
+    monkeypatch.setattr(status_line, "begin", lambda step, _="": steps.append(step))
     fxpar.plan(lambda x: x * 2, torch.ones(4), mesh="dp=2")
     names = [step.name for step in pipeline.JOINT]
     assert steps == [name for name in names if name in steps]
