@@ -56,7 +56,10 @@ def with_features(
 ) -> tuple[Pass, ...]:
     """Return a list of steps with the rows of features in their places. ``begin``: the
     stage of the graph before the first."""
-    left = {after: rows for x in features for after, rows in x.rows.items()}
+    left: dict[str, list[Pass]] = {}
+    for feature in features:
+        for after, rows in feature.rows.items():
+            left.setdefault(after, []).extend(rows)
     merged, ahead = list[Pass](), list(reversed(core))
     ahead += reversed(left.get(begin, ()))
     while ahead:
