@@ -479,9 +479,22 @@ def test_variables_are_named_by_what_they_hold(tmp_path: Path) -> None:
     assert names == ["_made", "found", "given"]
 
 
+# Names that say what a field holds, whatever its type.
+SAID = {"args", "device", "dtype", "fix", "kwargs", "name", "node", "rank", "ranks"}
+SAID |= {"seconds", "shape", "why"}
+
+
+def says_enough(field: ast.AnnAssign) -> bool:
+    """Whether name and type of a field say what it holds: it is one of ``SAID``, whether
+    something is so, or of one class."""
+    name, type_ = ast.unparse(field.target), ast.unparse(field.annotation)
+    is_class = re.fullmatch(r"(\w+\.)*[A-Z]\w+", type_) and type_ != "Any"
+    return name in SAID or name.startswith(("is_", "has_", "can_")) or bool(is_class)
+
+
 def fields_without_comment(path: Path) -> Iterator[str]:
-    """Fields of dataclasses with no comment above them or on their line. Options have
-    their text in ``_option``."""
+    """Fields of dataclasses with no comment above them or on their line, where name and
+    type do not say what they hold. Options have their text in ``_option``."""
     lines = ["", *path.read_text().splitlines()]
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.ClassDef):
@@ -494,7 +507,8 @@ def fields_without_comment(path: Path) -> Iterator[str]:
             above, own = lines[x.lineno - 1].strip(), lines[x.end_lineno or x.lineno]
             value = x.value
             is_option = isinstance(value, ast.Call) and chain(value.func) == ["_option"]
-            if not (above.startswith("#") or "  # " in own or is_option):
+            is_said = is_option or says_enough(x)
+            if not (above.startswith("#") or "  # " in own or is_said):
                 yield f"{name(path)}:{x.lineno}: {node.name}.{x.target.id}"
 
 
@@ -512,6 +526,9 @@ def test_fields_say_what_they_hold(tmp_path: Path) -> None:
         "    c: int = 0\n"
         "    d: int = 0  # seconds\n"
         "    e: int = _option(int)\n"
+        "    is_f: bool\n"
+        "    mesh: mesh.Mesh\n"
+        "    name: str\n"
         "class Plain:\n"
         "    f: int\n"
     )

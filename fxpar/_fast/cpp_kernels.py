@@ -47,8 +47,7 @@ _INCLUDE = re.compile(r"^\s*#include.*$", re.MULTILINE)
 class CppKernel(NamedTuple):
     """Is a kernel that is to be compiled with others."""
 
-    # The types of its arguments in C++.
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # the types of its arguments in C++
     source: str
 
 
@@ -171,8 +170,7 @@ _TRYING = threading.RLock()
 class _Instructions:
     """Holds the vector instructions that kernels of this process are compiled for."""
 
-    # Empty until some were tried, or another rank reported them.
-    name: str = ""
+    name: str = ""  # empty until some were tried, or another rank reported them
 
 
 _INSTRUCTIONS = _Instructions()
@@ -195,8 +193,7 @@ class LibraryPlace(NamedTuple):
     """Says where a library is stored."""
 
     path: str
-    # The key that Inductor knows it by.
-    key: str
+    key: str  # the key that Inductor knows it by
 
 
 # ``_digest`` -> a library that this process, or another rank, compiled or found.
@@ -303,10 +300,8 @@ def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]
 class _Job:
     """Is a library that is to be compiled, as torch waits for it."""
 
-    # Compiles it.
-    work: Callable[[], Any]
-    # The future of a thread that will run ``work``.
-    future: Future[Any]
+    work: Callable[[], Any]  # compiles it
+    future: Future[Any]  # the future of a thread that will run ``work``
 
     def take_over(self) -> None:
         """Compile it here, unless a thread has begun to: a waiting thread has nothing

@@ -70,18 +70,13 @@ class _NotKnown(Exception):
 class _Form:
     """Is the form of a tensor on static shapes, without its memory."""
 
-    # Type of the elements.
     dtype: torch.dtype
-    # Sizes of the dims.
     shape: tuple[int, ...]
-    # Strides of the dims, in elements.
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # strides of the dims, in elements
     # Start, in elements, from its operand's offset, or in memory of its own.
     offset: int
-    # The device that a fake value reports.
-    device: torch.device
-    # The operand whose memory it has; None: memory of its own.
-    operand: int | None
+    device: torch.device  # the device that a fake value reports
+    operand: int | None  # the operand whose memory it has; None: memory of its own
 
 
 # Key -> the result of an op: a form, constants, or several of them in a tuple or list;

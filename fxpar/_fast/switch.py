@@ -51,8 +51,7 @@ def is_taken(name: str) -> bool:
 class _Opened:
     """Holds the open contexts of a shortcut, of all threads."""
 
-    # How many are open.
-    count: int = 0
+    count: int = 0  # how many are open
     # The patches to undo when the last one closes.
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 

@@ -177,12 +177,10 @@ class CopiedView(DTensor):
     """Is a view of a DTensor with which no local tensor of its own shares memory, as
     one row of a tensor that is split by rows: it is computed whenever it is read."""
 
-    # The DTensor that it is a view of.
-    base: DTensor
+    base: DTensor  # the DTensor that it is a view of
     # The same view, of a global value in place of the DTensor.
     replay: Callable[[torch.Tensor], torch.Tensor]
-    # The global value of a DTensor.
-    whole_of: Callable[[DTensor], torch.Tensor]
+    whole_of: Callable[[DTensor], torch.Tensor]  # the global value of a DTensor
 
     @property
     def _local_tensor(self) -> torch.Tensor:

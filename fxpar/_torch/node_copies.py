@@ -24,18 +24,12 @@ from fxpar._torch.traced_values import fake_like, fake_on, is_plain
 class TracedNode:
     """Is a node as it was traced."""
 
-    # The node that others read; it may have been erased since.
-    node: fx.Node
-    # As in the node.
-    op: str
-    # As in the node.
-    target: Any
-    # As in the node: it names nodes as traced.
-    args: Any
-    # As ``args``, by name.
-    kwargs: Any
-    # As in the node, without ``from_node``.
-    meta: dict[str, Any]
+    node: fx.Node  # the node that others read; it may have been erased since
+    op: str  # as in the node
+    target: Any  # as in the node
+    args: Any  # as in the node: it names nodes as traced
+    kwargs: Any  # as ``args``, by name
+    meta: dict[str, Any]  # as in the node, without ``from_node``
 
     @staticmethod
     def of(node: fx.Node) -> TracedNode:

@@ -60,8 +60,7 @@ class TensorVersion:
 
     # Not its id, which another tensor may have once it is gone.
     tensor: weakref.ref[torch.Tensor]
-    # How often it was written to in place.
-    writes: int
+    writes: int  # how often it was written to in place
 
     @staticmethod
     def of(x: torch.Tensor) -> TensorVersion:

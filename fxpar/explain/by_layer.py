@@ -33,20 +33,14 @@ _LAYER = re.compile(r"(?:[^.]+\.)*?(\d+)(?=\.|$)")
 class LayerRow:
     """Holds memory and time on one rank of all layers that share a name."""
 
-    # Path of the layers, with ``*`` for the number.
-    name: str
-    # Numbers of the layers.
-    numbers: set[str] = field(default_factory=set)
+    name: str  # path of the layers, with ``*`` for the number
+    numbers: set[str] = field(default_factory=set)  # numbers of the layers
     # Bytes at the peak of parameters, their gradients and the optimizer's state.
     at_rest: float = 0
-    # All other bytes at the peak.
-    activations: float = 0
-    # Seconds of kernels.
-    forward: float = 0
-    # Seconds of kernels, recomputation included.
-    backward: float = 0
-    # Seconds of collectives, hidden or not.
-    communication: float = 0
+    activations: float = 0  # all other bytes at the peak
+    forward: float = 0  # seconds of kernels
+    backward: float = 0  # seconds of kernels, recomputation included
+    communication: float = 0  # seconds of collectives, hidden or not
 
     @property
     def title(self) -> str:

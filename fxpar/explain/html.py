@@ -102,18 +102,12 @@ class _Texts:
 class _ValueRow:
     """Is a value of the page: its shape, and what makes it."""
 
-    # As ``Plan.values`` names it.
-    name: str
-    # The spec that it settles in, which ops read or reshard.
-    settled: Spec
-    # The spec in which it is made.
-    raw_spec: Spec
-    # Index of the row that makes it.
-    row: int = -1
-    # Global shape; None where not known.
-    shape: tuple[int, ...] | None = None
-    # As torch prints it; None where not known.
-    dtype: str | None = None
+    name: str  # as ``Plan.values`` names it
+    settled: Spec  # the spec that it settles in, which ops read or reshard
+    raw_spec: Spec  # the spec in which it is made
+    row: int = -1  # index of the row that makes it
+    shape: tuple[int, ...] | None = None  # global shape; None where not known
+    dtype: str | None = None  # as torch prints it; None where not known
 
     def plain(self, text: _Texts) -> list[Any]:
         """Return the data of the page for this value."""
@@ -126,20 +120,14 @@ class _ValueRow:
 class _Row:
     """Is an input, an op or an output."""
 
-    # Name of the input, op or output.
     name: str
-    # As the graph calls it; or "input", "output".
-    op: str
-    # Its module's path.
-    module: str | None
-    # The user's line.
-    line: str | None = None
+    op: str  # as the graph calls it; or "input", "output"
+    module: str | None  # its module's path
+    line: str | None = None  # the user's line
     # (index of a value, -1 if not known; the spec in which it is read).
     reads: list[tuple[int, Spec]] = field(default_factory=list)
-    # Values, by index.
-    makes: list[int] = field(default_factory=list)
-    # Further text.
-    about: str = ""
+    makes: list[int] = field(default_factory=list)  # values, by index
+    about: str = ""  # further text
 
     def plain(self, text: _Texts) -> list[Any]:
         """Return the data of the page for this row."""
@@ -159,18 +147,12 @@ class _Row:
 class _Edge:
     """Is a reshard of the page."""
 
-    # Index of the row where it is shown.
-    row: int
-    # Whether it comes after the row, else before it.
-    early: bool
-    # (text, axes, bytes) of its collectives.
-    steps: list[tuple[str, str, int]]
-    # Index of the value; -1 where only its collectives are known.
-    value: int = -1
-    # None where only its collectives are known.
-    source: Spec | None = None
-    # As ``source``.
-    target: Spec | None = None
+    row: int  # index of the row where it is shown
+    early: bool  # whether it comes after the row, else before it
+    steps: list[tuple[str, str, int]]  # (text, axes, bytes) of its collectives
+    value: int = -1  # index of the value; -1 where only its collectives are known
+    source: Spec | None = None  # None where only its collectives are known
+    target: Spec | None = None  # as ``source``
 
     def plain(self, text: _Texts) -> list[Any]:
         """Return the data of the page for this reshard."""
@@ -183,12 +165,9 @@ class _Edge:
 class _Page:
     """Holds all rows, values and edges."""
 
-    # In order of the program.
-    rows: list[_Row]
-    # By index, as rows and edges name them.
-    values: list[_ValueRow]
-    # Reshards, and collectives that belong to none.
-    edges: list[_Edge]
+    rows: list[_Row]  # in order of the program
+    values: list[_ValueRow]  # by index, as rows and edges name them
+    edges: list[_Edge]  # reshards, and collectives that belong to none
 
 
 def _decision(plan: Plan) -> Decision | None:

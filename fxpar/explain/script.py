@@ -47,14 +47,10 @@ def run(path: str, arguments: Sequence[str]) -> None:
 class PlanTarget:
     """Is a call that is to be planned."""
 
-    # A function or a module.
-    function: Callable[..., Any]
-    # Positional arguments of the call.
+    function: Callable[..., Any]  # a function or a module
     args: Sequence[Any] = ()
-    # Keyword arguments of the call.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    # Whether the script recorded gradients at the call.
-    grad: bool = False
+    grad: bool = False  # whether the script recorded gradients at the call
 
 
 def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

@@ -18,10 +18,8 @@ class ModuleGroup:
     """Is a module, or, where ``is_repeated`` is set, neighbouring layers that do the
     same."""
 
-    # The module's name; for several the first and the last.
-    label: str
-    # Groups and rows within, in order.
-    items: tuple[ModuleGroup | int, ...]
+    label: str  # the module's name; for several the first and the last
+    items: tuple[ModuleGroup | int, ...]  # groups and rows within, in order
     # Whether the items are neighbouring layers that do the same.
     is_repeated: bool = False
 

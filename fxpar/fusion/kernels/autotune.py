@@ -46,12 +46,9 @@ LEAST = 0.03
 class TunedWay:
     """Is a measured way to run a region: the rung, and the size of its kernel."""
 
-    # Name of the rung of the ladder.
-    rung: str
-    # The largest grid.
-    programs: int
-    # Warps of a program, 0 for as many as the kernel asks for.
-    warps: int = 0
+    rung: str  # name of the rung of the ladder
+    programs: int  # the largest grid
+    warps: int = 0  # warps of a program, 0 for as many as the kernel asks for
 
 
 # Runs a way once, each time it is called.

@@ -69,26 +69,21 @@ from fxpar.fusion.kernels.region_program import (
 class Source:
     """Says how an input is read."""
 
-    # Names of the kernel's parameters that it takes.
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # names of the kernel's parameters that it takes
     # (offset, mask) -> lines, and the expression of the value at the offset in
     # elements, in the input's own dtype; the mask is "" or the name of the mask of
     # offsets that exist.
     read: Callable[[str, str], tuple[Sequence[str], str]]
-    # Lines before the loop.
-    before: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()  # lines before the loop
 
 
 @dataclass(frozen=True)
 class Sink:
     """Says how an output is written."""
 
-    # Names of the kernel's parameters that it takes.
-    parameters: tuple[str, ...]
-    # (offset, value, mask) -> lines.
-    write: Callable[[str, str, str], Sequence[str]]
-    # Lines before the loop.
-    before: tuple[str, ...] = ()
+    parameters: tuple[str, ...]  # names of the kernel's parameters that it takes
+    write: Callable[[str, str, str], Sequence[str]]  # (offset, value, mask) -> lines
+    before: tuple[str, ...] = ()  # lines before the loop
 
 
 def masked(mask: str, other: str = "") -> str:
@@ -128,21 +123,15 @@ def pointer_sink(name: str) -> Sink:
 class Body:
     """Holds the parts of a kernel's text."""
 
-    # The elements that the kernel runs over.
-    space: Space
-    # Pointers, then numbers ("n0").
-    parameters: tuple[str, ...]
-    # Indices of the program's numbers that it reads.
-    numbers: tuple[int, ...]
+    space: Space  # the elements that the kernel runs over
+    parameters: tuple[str, ...]  # pointers, then numbers ("n0")
+    numbers: tuple[int, ...]  # indices of the program's numbers that it reads
     # Outputs summed over blocks: each program writes its part, ``columns`` elements or
     # one, at its number in its pointer.
     sums: tuple[str, ...]
-    # Lines ahead of the loop.
-    before: tuple[str, ...]
-    # Lines in the loop.
-    loop: tuple[str, ...]
-    # Lines after the loop.
-    after: tuple[str, ...]
+    before: tuple[str, ...]  # lines ahead of the loop
+    loop: tuple[str, ...]  # lines in the loop
+    after: tuple[str, ...]  # lines after the loop
     # Inputs and outputs, and whether each is read or written only at the place of the
     # element that a lane is at.
     touched: Mapping[str, bool]

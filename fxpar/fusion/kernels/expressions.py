@@ -38,14 +38,11 @@ def kind_of(dtype: str) -> str | None:
 class Text:
     """Is an operand or a result in a kernel: its name or a constant."""
 
-    # As it is written in the kernel.
-    text: str
-    # "float", "int" or "bool".
-    kind: str
+    text: str  # as it is written in the kernel
+    kind: str  # "float", "int" or "bool"
     # Whether it differs within a block, or is one number for all lanes.
     block: bool = False
-    # The number, if it is a literal.
-    value: bool | int | float | None = None
+    value: bool | int | float | None = None  # the number, if it is a literal
 
     @property
     def is_literal(self) -> bool:
@@ -82,10 +79,8 @@ Write = Callable[..., str]
 class ElementOp:
     """Is an op on elements, as an expression of its operands."""
 
-    # ``write(*operands, **kwargs)`` returns the expression.
-    write: Write
-    # How operands are read: RESULT, COMMON, BOOLS or PICK.
-    operands: str = RESULT
+    write: Write  # ``write(*operands, **kwargs)`` returns the expression
+    operands: str = RESULT  # how operands are read: RESULT, COMMON, BOOLS or PICK
     # Whether numbers among them have the dtype that operands are read in; others have
     # more bits.
     rounds: bool = False

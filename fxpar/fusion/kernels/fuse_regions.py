@@ -53,18 +53,13 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 class Fused:
     """Reports regions of a graph that became ops, and those that did not."""
 
-    # One for each region, in order.
-    programs: tuple[RegionProgram, ...] = ()
-    # Bytes that the ops of regions move in several kernels.
-    before: int = 0
-    # Bytes that they move in one kernel for each region.
-    after: int = 0
-    # Near misses as text.
-    near_misses: tuple[str, ...] = ()
+    programs: tuple[RegionProgram, ...] = ()  # one for each region, in order
+    before: int = 0  # bytes that the ops of regions move in several kernels
+    after: int = 0  # bytes that they move in one kernel for each region
+    near_misses: tuple[str, ...] = ()  # near misses as text
     # Nodes that a schedule wants in a region and that are in none, as text.
     unfused: tuple[str, ...] = ()
-    # How each region runs.
-    rungs: tuple[Rung, ...] = ()
+    rungs: tuple[Rung, ...] = ()  # how each region runs
 
     def __str__(self) -> str:
         kind_count = len({p.hash for p in self.programs})
@@ -90,14 +85,11 @@ class _Log:
     unfused: dict[fx.Node, str]
     # One for each region, in order.
     programs: list[RegionProgram] = field(default_factory=list)
-    # As ``Fused.before``, so far.
-    before: int = 0
-    # As ``Fused.after``, so far.
-    after: int = 0
+    before: int = 0  # as ``Fused.before``, so far
+    after: int = 0  # as ``Fused.after``, so far
     # Near misses as text, each once, in order.
     near_misses: dict[str, None] = field(default_factory=dict)
-    # How each region runs.
-    rungs: list[Rung] = field(default_factory=list)
+    rungs: list[Rung] = field(default_factory=list)  # how each region runs
 
 
 def fuse_graph(

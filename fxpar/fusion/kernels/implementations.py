@@ -46,14 +46,10 @@ ONE_SHOT = 400 << 10
 class GroupFacts:
     """Holds the facts of a group of ranks on which the choice of a rung depends."""
 
-    # Ranks of the group.
-    ranks: int
-    # Whether generated kernels run.
-    kernels: bool
-    # Whether they reach other ranks' memory.
-    shared: bool
-    # The link's, in bytes/s one way.
-    bandwidth: float = 4e11
+    ranks: int  # ranks of the group
+    kernels: bool  # whether generated kernels run
+    shared: bool  # whether they reach other ranks' memory
+    bandwidth: float = 4e11  # the link's, in bytes/s one way
     # Whether that memory has an address through which a switch sums.
     multicast: bool = False
 
@@ -66,9 +62,7 @@ FUSED = {"multimem": (2, True), "two_shot": (2, False), "one_shot": (1, False)}
 class Rung:
     """Is one rung of the ladder of implementations that a region can run on."""
 
-    # Of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret".
-    name: str
-    # The reason, as text.
+    name: str  # of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret"
     why: str
 
     @property

@@ -26,8 +26,7 @@ class Map:
 
     # (divide, modulus or None, multiply), from the outermost dim in.
     terms: tuple[tuple[int, int | None, int], ...]
-    # Added to the sum of the terms.
-    offset: int = 0
+    offset: int = 0  # added to the sum of the terms
 
     @property
     def is_identity(self) -> bool:

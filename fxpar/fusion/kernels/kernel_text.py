@@ -32,31 +32,24 @@ _INT32 = 2**31
 class Kernel:
     """Holds the source of one kernel, and what it is called with."""
 
-    # Name of the function that ``text`` defines.
-    name: str
+    name: str  # name of the function that ``text`` defines
     # Its source. Parameters, in order: pointers of ``reads``, then of ``writes``, the
     # values of ``alone``, those of ``numbers``, and PROGRAMS, the size of the grid.
     text: str
-    # Inputs that it reads, in the program's order.
-    reads: tuple[Tensor, ...]
-    # All outputs of the program.
-    writes: tuple[Tensor, ...]
+    reads: tuple[Tensor, ...]  # inputs that it reads, in the program's order
+    writes: tuple[Tensor, ...]  # all outputs of the program
     # Outputs of which each program writes a part, [PROGRAMS, elements] in float32, to
     # be added up.
     sums: frozenset[str]
     # Indices of the integers that it takes, among those of the program.
     numbers: tuple[int, ...]
-    # The elements that it runs over.
-    space: Space
-    # Size of the grid.
-    programs: int
-    # Warps of a block.
-    warps: int
+    space: Space  # the elements that it runs over
+    programs: int  # size of the grid
+    warps: int  # warps of a block
     # Values that are read or written only element by element, and in one loop -> the
     # index of that loop.
     loops: Mapping[str, int]
-    # Inputs of one element that are given as numbers.
-    alone: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()  # inputs of one element that are given as numbers
 
 
 def kernel_of(

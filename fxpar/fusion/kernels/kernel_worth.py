@@ -184,42 +184,27 @@ class Verdict:
     """Says whether a kernel with signals pays, with predicted seconds of the collective
     and the matmul together."""
 
-    # It is the fastest by ``MARGIN``.
-    pays: bool
-    # The reason, as text.
+    pays: bool  # it is the fastest by ``MARGIN``
     why: str
-    # One after the other.
-    serial: float
-    # In the kernel with signals.
-    overlapped: float
-    # Chunk by chunk.
-    chunked: float = math.inf
+    serial: float  # one after the other
+    overlapped: float  # in the kernel with signals
+    chunked: float = math.inf  # chunk by chunk
 
 
 @dataclass(frozen=True)
 class _Work:
     """Is a matmul with its collective: [ranks * rows, k] times [k, n]."""
 
-    # Equal to the number of chunks.
-    ranks: int
-    # Rows of a chunk.
-    rows: int
-    # Columns of the product, without further weights.
-    n: int
-    # Size of the contraction.
-    k: int
-    # Dtype of the operands, without ``torch.``.
-    dtype: str
-    # Flops/s of the library on one multiprocessor.
-    speed: float
-    # Multiprocessors of the device.
-    units: int
-    # Seconds to move all chunks but the own.
-    moving: float
-    # Seconds to add up the received chunks; 0 for a gather.
-    summing: float
-    # Columns of further weights, with matmuls that come later.
-    further: int = 0
+    ranks: int  # equal to the number of chunks
+    rows: int  # rows of a chunk
+    n: int  # columns of the product, without further weights
+    k: int  # size of the contraction
+    dtype: str  # dtype of the operands, without ``torch.``
+    speed: float  # flops/s of the library on one multiprocessor
+    units: int  # multiprocessors of the device
+    moving: float  # seconds to move all chunks but the own
+    summing: float  # seconds to add up the received chunks; 0 for a gather
+    further: int = 0  # columns of further weights, with matmuls that come later
 
 
 def profitable(

@@ -41,18 +41,12 @@ ALIGNED = 16
 class Tiles:
     """Holds the sizes of what a program computes at a time."""
 
-    # Rows of a tile of the product.
-    rows: int
-    # Columns of a tile of the product.
-    columns: int
-    # Depth of the contraction at a step.
-    depth: int
-    # Warps of a program.
-    warps: int
-    # Steps with loads in flight, ``num_stages`` of Triton.
-    stages: int
-    # Rows of tiles that go together.
-    band: int = 8
+    rows: int  # rows of a tile of the product
+    columns: int  # columns of a tile of the product
+    depth: int  # depth of the contraction at a step
+    warps: int  # warps of a program
+    stages: int  # steps with loads in flight, ``num_stages`` of Triton
+    band: int = 8  # rows of tiles that go together
 
     def count(self, rows: int, columns: int) -> int:
         """Return the number of tiles that cover so many rows and columns."""
@@ -92,8 +86,7 @@ def tiles_of(
 class Epilogue:
     """Is applied to a tile before it is stored."""
 
-    # Names of pointers, in order.
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # names of pointers, in order
     # They change ``acc``, float32 [rows, columns], and may use ``rows`` and ``cols`` of
     # the whole product, the mask ``live``, and ``lib``.
     lines: tuple[str, ...] = ()
@@ -112,19 +105,14 @@ BIAS = Epilogue(
 class Gemm:
     """Holds the source of one matmul kernel, and how it is launched."""
 
-    # Name of the function that ``text`` defines.
-    name: str
+    name: str  # name of the function that ``text`` defines
     # Its source. Parameters, in order: for "gather" this rank's chunk of A; then A of
     # all chunks; B; the product; the epilogue's; flags; counts; the rank.
     text: str
-    # "gather" (of A, before) or "scatter" (of the product, after).
-    kind: str
-    # One for each rank.
-    chunks: int
-    # The tiles that the source is written for.
+    kind: str  # "gather" (of A, before) or "scatter" (of the product, after)
+    chunks: int  # one for each rank
     tiles: Tiles
-    # Size of the grid.
-    programs: int
+    programs: int  # size of the grid
     # Whether it has flags at all; without, it is the same kernel that waits for nothing
     # and signals nothing.
     signals: bool
@@ -321,14 +309,10 @@ class KernelLaunch:
     """Is a kernel's launch: the function, the number of programs, arguments and
     constants."""
 
-    # Compiled by Triton.
-    function: Any
-    # Size of the grid.
-    programs: int
-    # Arguments of the call.
+    function: Any  # compiled by Triton
+    programs: int  # size of the grid
     args: tuple[Any, ...]
-    # Constants of the compiled text.
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Any]  # of the compiled text
 
     def __call__(self) -> None:
         """Launch it on the current stream."""

@@ -46,12 +46,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Choice:
     """Is one of the tensors that an element of a result may come from."""
 
-    # A value, or a number that fills.
-    source: Ref | float
-    # (dim, first, end) of the result.
-    ranges: tuple[tuple[int, int, int], ...]
-    # Element of the result -> of the source.
-    to: Map
+    source: Ref | float  # a value, or a number that fills
+    ranges: tuple[tuple[int, int, int], ...]  # (dim, first, end) of the result
+    to: Map  # element of the result -> of the source
 
 
 # Parts of one tensor: for every element a kernel tests each of them.
@@ -145,16 +142,12 @@ _MOST_PLACES = 8
 class Place:
     """Is the number of an element as it is known in the kernel."""
 
-    # Its name or its number in the kernel.
-    text: str
-    # Name of the mask of lanes that count.
-    mask: str = ""
-    # Whether lanes differ.
-    block: bool = True
+    text: str  # its name or its number in the kernel
+    mask: str = ""  # name of the mask of lanes that count
+    block: bool = True  # whether lanes differ
     # Lines that define it, if it is not known from the start.
     define: tuple[str, ...] = ()
-    # The place or mask that ``define`` reads, by name; "" if none.
-    parent: str = ""
+    parent: str = ""  # the place or mask that ``define`` reads, by name; "" if none
 
 
 ZERO = Place("0", block=False)

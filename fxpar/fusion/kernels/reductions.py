@@ -32,12 +32,9 @@ class CannotEmit(Exception):
 class Space:
     """Is the elements that a kernel runs over, in blocks."""
 
-    # Number of elements.
-    count: int
-    # Elements of a row, which is a block; 0: blocks are flat.
-    columns: int = 0
-    # Elements of a flat block.
-    flat_block: int = FLAT_BLOCK
+    count: int  # number of elements
+    columns: int = 0  # elements of a row, which is a block; 0: blocks are flat
+    flat_block: int = FLAT_BLOCK  # elements of a flat block
 
     @property
     def rows(self) -> int:
@@ -68,10 +65,8 @@ class Reduction:
 
     # "row": each row; "column": each column; "all": everything, and there is one row.
     kind: str
-    # Rows before it.
-    rows: int
-    # Columns before it.
-    columns: int
+    rows: int  # rows before it
+    columns: int  # columns before it
 
 
 def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduction:

@@ -28,16 +28,14 @@ FORMAT = "fxpar region 1"
 class Ref:
     """Refers to a value of the program, as an argument of a line."""
 
-    # Name of an input, or of the line that makes it.
-    name: str
+    name: str  # name of an input, or of the line that makes it
 
 
 @dataclass(frozen=True)
 class Number:
     """Is an integer given when the program runs, as an argument of a line."""
 
-    # Among those that the program is given.
-    index: int
+    index: int  # among those that the program is given
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,10 @@ class GroupName:
 class Tensor:
     """Describes an input or an output."""
 
-    # For an output, the name of a line.
-    name: str
-    # In elements.
-    shape: tuple[int, ...]
-    # In elements.
-    stride: tuple[int, ...]
-    # As text ("float32").
-    dtype: str
+    name: str  # for an output, the name of a line
+    shape: tuple[int, ...]  # in elements
+    stride: tuple[int, ...]  # in elements
+    dtype: str  # as text ("float32")
 
     @property
     def count(self) -> int:
@@ -72,19 +66,14 @@ class Tensor:
 class Statement:
     """Is one op: ``name = op(*args, **kwargs)``."""
 
-    # Name of its result.
-    name: str
+    name: str  # name of its result
     # "aten.mul.Tensor", or "getitem" of an op with several results, which has the dtype
     # "tuple".
     op: str
-    # Names are ``Ref``s.
-    args: tuple[Any, ...]
-    # (name, argument); as ``args``.
-    kwargs: tuple[tuple[str, Any], ...]
-    # Shape of the result.
-    shape: tuple[int, ...]
-    # Dtype of the result, without ``torch.``.
-    dtype: str
+    args: tuple[Any, ...]  # names are ``Ref``s
+    kwargs: tuple[tuple[str, Any], ...]  # (name, argument); as ``args``
+    shape: tuple[int, ...]  # shape of the result
+    dtype: str  # dtype of the result, without ``torch.``
 
     @property
     def count(self) -> int:
@@ -101,16 +90,11 @@ class Statement:
 class RegionProgram:
     """Is a region as text of its ops, for which a kernel is written."""
 
-    # Input tensors, in order.
-    inputs: tuple[Tensor, ...]
-    # In order.
-    lines: tuple[Statement, ...]
-    # Results of its lines, in order.
-    outputs: tuple[Tensor, ...]
-    # Number of integers it takes.
-    numbers: int = 0
-    # Members of its group, 1 if nothing is communicated.
-    ranks: int = 1
+    inputs: tuple[Tensor, ...]  # input tensors, in order
+    lines: tuple[Statement, ...]  # in order
+    outputs: tuple[Tensor, ...]  # results of its lines, in order
+    numbers: int = 0  # number of integers it takes
+    ranks: int = 1  # members of its group, 1 if nothing is communicated
 
     @cached_property
     def text(self) -> str:

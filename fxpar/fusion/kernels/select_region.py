@@ -60,11 +60,8 @@ _ATTEMPTS = 40
 class Miss:
     """Is a node that is not in a region, with the reason."""
 
-    # The collective of the region.
-    collective: fx.Node
-    # The node that is not in it.
+    collective: fx.Node  # the collective of the region
     node: fx.Node
-    # As text.
     why: str
 
 
@@ -72,13 +69,9 @@ class Miss:
 class SelectedRegion:
     """Holds the nodes of a graph that become one op."""
 
-    # The collective around which it grew.
-    collective: fx.Node
-    # In graph order.
-    members: tuple[fx.Node, ...]
-    # Members that others read, in graph order.
-    outputs: tuple[fx.Node, ...]
-    # Its program, with its inputs and numbers.
+    collective: fx.Node  # the collective around which it grew
+    members: tuple[fx.Node, ...]  # in graph order
+    outputs: tuple[fx.Node, ...]  # members that others read, in graph order
     outline: Outline
 
 
@@ -180,10 +173,8 @@ def is_heavy(node: fx.Node) -> bool:
 class _Growth:
     """Is a region while it grows op by op."""
 
-    # The collective around which it grows.
-    collective: fx.Node
-    # Nodes that may not be in it, and why.
-    banned: dict[fx.Node, str]
+    collective: fx.Node  # the collective around which it grows
+    banned: dict[fx.Node, str]  # nodes that may not be in it, and why
     # Member -> the number of collectives done when it runs.
     members: dict[fx.Node, int] = field(default_factory=dict)
     # Numbers of elements, by that number.

@@ -34,12 +34,9 @@ MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 class CollectiveStep:
     """Is a collective with its wait."""
 
-    # The line of the collective itself.
-    line: Statement
-    # Name of the value that it moves; contiguous.
-    operand: str
-    # Name of its wait's result; contiguous.
-    result: str
+    line: Statement  # the line of the collective itself
+    operand: str  # name of the value that it moves; contiguous
+    result: str  # name of its wait's result; contiguous
 
     @property
     def kind(self) -> str:
@@ -52,8 +49,7 @@ class CollectiveStep:
 class ComputeStep:
     """Is the compute between two collectives."""
 
-    # The lines between them, as a separate program.
-    program: RegionProgram
+    program: RegionProgram  # the lines between them, as a separate program
 
 
 @cache
@@ -142,8 +138,7 @@ def row_major(value: Statement | Tensor) -> Tensor:
 class SplitProgram:
     """Is a program split for one kernel with all of it."""
 
-    # In order.
-    moves: tuple[CollectiveStep, ...]
+    moves: tuple[CollectiveStep, ...]  # in order
     # Before, between and after ``moves``, one more than these; may have no lines.
     parts: tuple[RegionProgram, ...]
 

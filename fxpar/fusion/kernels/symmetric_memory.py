@@ -58,12 +58,9 @@ class Memory:
 
     # Addresses of all ranks' pieces, as seen by this process.
     addresses: tuple[int, ...]
-    # This rank's piece, uint8.
-    own: torch.Tensor
-    # Keeps the pieces alive.
-    keep: Any = None
-    # The address through which a switch reaches all pieces, or 0.
-    multicast: int = 0
+    own: torch.Tensor  # this rank's piece, uint8
+    keep: Any = None  # keeps the pieces alive
+    multicast: int = 0  # the address through which a switch reaches all pieces, or 0
     # Returns all ranks' pieces as tensors (uint8).
     tensors: Callable[[], Sequence[torch.Tensor]] | None = None
 
@@ -74,10 +71,8 @@ class Workspace:
 
     # Addresses of all ranks' buffers, int64 [ranks + 1], the last the multicast one.
     buffers: torch.Tensor
-    # Addresses of all ranks' signals, int64 [ranks].
-    signals: torch.Tensor
-    # This rank's buffer, uint8.
-    own: torch.Tensor
+    signals: torch.Tensor  # addresses of all ranks' signals, int64 [ranks]
+    own: torch.Tensor  # this rank's buffer, uint8
 
 
 @dataclass(eq=False)
@@ -85,13 +80,9 @@ class Provider:
     """Provides memory that all ranks of a group reach, and says how kernels run on
     it."""
 
-    # Rank of this process in the group.
     rank: int
-    # Number of ranks in the group.
-    ranks: int
-    # How many programs of a kernel run at a time on every rank.
-    programs: int
-    # Where the memory is and the kernels run.
+    ranks: int  # number of ranks in the group
+    programs: int  # how many programs of a kernel run at a time on every rank
     device: torch.device
     # (bytes, number) -> memory; the number grows, every rank calls it with the same
     # arguments, and all raise Unshared if one gets none.
@@ -101,28 +92,20 @@ class Provider:
     # Whether a device holds one kernel of it at a time, with a grid that must fit as a
     # whole.
     cooperative: bool = False
-    # Whether its memory has a multicast address, however large.
-    multicast: bool = False
-    # Where its ranks exchange their results.
-    meeting: Meeting | None = None
-    # Holds the halves; None before the first call.
-    _memory: Memory | None = None
+    multicast: bool = False  # whether its memory has a multicast address, however large
+    meeting: Meeting | None = None  # where its ranks exchange their results
+    _memory: Memory | None = None  # holds the halves; None before the first call
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had
-    # Number of memories that were allocated.
-    _number: int = 0
-    # Workspaces given so far.
-    _calls: int = 0
+    _number: int = 0  # number of memories that were allocated
+    _calls: int = 0  # workspaces given so far
     # The two that calls use in turn.
     _halves: list[Workspace] = field(default_factory=list)
     _stream: Any = None  # the last one it was used on
     _words: torch.Tensor | None = None  # a copy of what kernels report, in flight
-    # The CUDA event after that copy.
-    _copied: Any = None
-    # When it was begun, in seconds of ``time.monotonic``.
-    _looked: float = 0.0
-    # The stream of ``second``, once asked for.
-    _second: Any = None
+    _copied: Any = None  # the CUDA event after that copy
+    _looked: float = 0.0  # when it was begun, in seconds of ``time.monotonic``
+    _second: Any = None  # the stream of ``second``, once asked for
 
     def workspace(self, nbytes: int) -> Workspace:
         """Return the next half, of at least ``nbytes`` bytes. Raises Unshared where
@@ -240,16 +223,11 @@ def _raise_missed(words: Sequence[int]) -> None:
 class Meeting:
     """Exchanges words between ranks: in turns, at a store that all reach."""
 
-    # A key-value store that all ranks reach.
-    store: Any
-    # Rank of this process.
+    store: Any  # a key-value store that all ranks reach
     rank: int
-    # Number of ranks that meet.
     ranks: int
-    # Prefix of the keys, not used in the store before.
-    name: str
-    # Meetings so far.
-    turn: int = 0
+    name: str  # prefix of the keys, not used in the store before
+    turn: int = 0  # meetings so far
 
     @staticmethod
     def of(store: Any, rank: int, ranks: int, name: str) -> Meeting:

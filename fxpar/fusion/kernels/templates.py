@@ -86,9 +86,7 @@ class Template:
     # Its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one address for
     # each rank), the kernel's reads and writes, its numbers, and the rank.
     kernel: Kernel
-    # Bytes of each rank's buffer.
-    nbytes: int
-    # The program.
+    nbytes: int  # bytes of each rank's buffer
     region: RegionProgram
 
 

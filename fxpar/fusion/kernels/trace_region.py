@@ -49,18 +49,12 @@ _INSTEAD = {
 class Outline:
     """Holds a region's program, and the nodes of the graph that it replaces."""
 
-    # Its values have names of their own.
-    program: RegionProgram
-    # Nodes, in the program's order.
-    inputs: tuple[fx.Node, ...]
-    # Nodes, in the program's order.
-    outputs: tuple[fx.Node, ...]
-    # The integers that the program takes.
-    numbers: tuple[int, ...]
-    # The name of its process group, or "".
-    group: str
-    # Nodes by the names of their lines.
-    names: Mapping[str, fx.Node]
+    program: RegionProgram  # its values have names of their own
+    inputs: tuple[fx.Node, ...]  # nodes, in the program's order
+    outputs: tuple[fx.Node, ...]  # nodes, in the program's order
+    numbers: tuple[int, ...]  # the integers that the program takes
+    group: str  # the name of its process group, or ""
+    names: Mapping[str, fx.Node]  # nodes by the names of their lines
 
 
 def op_name(node: fx.Node) -> str:
@@ -82,20 +76,15 @@ def outline(
 
 @dataclass
 class _Outliner:
-    # Nodes of the region.
-    members: set[fx.Node]
-    # Names of values so far.
-    name_of: dict[fx.Node, str] = field(default_factory=dict)
+    members: set[fx.Node]  # nodes of the region
+    name_of: dict[fx.Node, str] = field(default_factory=dict)  # names of values so far
     # Nodes read from outside -> their tensors.
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
-    # Lines so far.
-    lines: list[Statement] = field(default_factory=list)
+    lines: list[Statement] = field(default_factory=list)  # lines so far
     # The integers that the program takes.
     numbers: list[int] = field(default_factory=list)
-    # The process group that it communicates in.
-    group: str = ""
-    # How often a name was given.
-    counts: dict[str, int] = field(default_factory=dict)
+    group: str = ""  # the process group that it communicates in
+    counts: dict[str, int] = field(default_factory=dict)  # how often a name was given
     # Nodes by the names of their lines.
     names: dict[str, fx.Node] = field(default_factory=dict)
 

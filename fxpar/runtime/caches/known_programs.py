@@ -61,27 +61,23 @@ class PlanMisfit(Exception):
 class KnownProgram:
     """Holds what is known of a program."""
 
-    # Digest of its text.
-    key: str
+    key: str  # digest of its text
     # The number by which torch's caches know it, the same on all ranks (``name_of``).
     number: str
     # None: nothing but key and number is known, and the fields below are empty.
     plan: Plan | None = None
     # Specs of its results, by position.
     results: Mapping[int, Spec] = field(default_factory=dict)
-    # Collectives of its forward, in order.
-    launches: tuple[str, ...] = ()
+    launches: tuple[str, ...] = ()  # collectives of its forward, in order
     # Axes of the process groups that it uses, in the order they are made.
     groups: tuple[tuple[str, ...], ...] = ()
     # Rank 0 compiled it for all: its bound graph is the same on all ranks.
     shared: bool = False
-    # Positions of the inputs that it writes to.
-    written: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()  # positions of the inputs that it writes to
     # By name of an open size, the number that it must be a multiple of for the plan,
     # which is made for the program traced so; this one is not compiled.
     divisors: Mapping[str, int] = field(default_factory=dict)
-    # Why its sizes cannot be left open; "" if they can.
-    refused: str = ""
+    refused: str = ""  # why its sizes cannot be left open; "" if they can
 
     def name_of(self, rank: int) -> str:
         """Return the name by which torch's caches know it on a rank."""
@@ -204,18 +200,12 @@ class Leader:
     over. It sends messages to them; they wait in ``await_plan``, then in
     ``await_compiled``."""
 
-    # Name of the graph in messages between ranks.
-    name: str
-    # The program that is compiled.
+    name: str  # name of the graph in messages between ranks
     program: KnownProgram
-    # Whether its sizes are left open.
-    is_open: bool
-    # Its collectives, in order, as they are found.
-    launches: Sequence[str]
-    # Whether the compiled code serves all ranks.
-    shared: bool = False
-    # Whether the others know the plan.
-    has_sent_plan: bool = False
+    is_open: bool  # whether its sizes are left open
+    launches: Sequence[str]  # its collectives, in order, as they are found
+    shared: bool = False  # whether the compiled code serves all ranks
+    has_sent_plan: bool = False  # whether the others know the plan
 
     def tell_plan(self, record: Mapping[str, Any] | None) -> None:
         """Send what was planned; None if nothing was, so that each rank finds out by

@@ -33,10 +33,8 @@ _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
 class NamedInput:
     """Is an input of a graph, as the user knows it."""
 
-    # As in the user's code.
-    name: str
-    # "parameter", "buffer" or "input".
-    kind: str
+    name: str  # as in the user's code
+    kind: str  # "parameter", "buffer" or "input"
 
 
 def _source(node: fx.Node) -> str:

@@ -46,12 +46,10 @@ class Suite:
     convolved: tuple[Shape, ...]
     # For each attention: samples, heads, length, width of a head.
     attended: tuple[Shape, ...]
-    # The dtypes of convolutions and attention.
-    families: tuple[str, ...]
+    families: tuple[str, ...]  # the dtypes of convolutions and attention
     # Bytes that a sum of two tensors moves, the last ones more than caches hold.
     streams: tuple[int, ...]
-    # Bytes of the largest tensor of a collective.
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of the largest tensor of a collective
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
@@ -119,16 +117,11 @@ _AHEAD = 256
 class Probe:
     """Is one calibration on this rank; its mesh has one rank if there are no others."""
 
-    # The measured device.
     device: torch.device
-    # All ranks that take part.
     ranks: groups.Ranks
-    # When time is up, by the monotonic clock.
-    end: float
-    # Whether fewer sizes and repetitions are measured.
-    quick: bool
-    # Seconds of calls that are timed together.
-    long: float = _LONG
+    end: float  # when time is up, by the monotonic clock
+    quick: bool  # whether fewer sizes and repetitions are measured
+    long: float = _LONG  # seconds of calls that are timed together
 
     @property
     def suite(self) -> Suite:

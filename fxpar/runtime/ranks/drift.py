@@ -85,14 +85,10 @@ _LOSS_FIX = (
 class _Held:
     """Is a parameter or a buffer of which several ranks hold equal values."""
 
-    # Position among the arguments.
-    place: int
-    # As the user knows it.
-    name: str
-    # "parameter" or "buffer".
-    kind: str
-    # For each rank the rank whose values it must equal.
-    models: tuple[int, ...]
+    place: int  # position among the arguments
+    name: str  # as the user knows it
+    kind: str  # "parameter" or "buffer"
+    models: tuple[int, ...]  # for each rank the rank whose values it must equal
     # Whether any difference is an error: of whole numbers, which are not rounded.
     is_exact: bool
 
@@ -519,10 +515,8 @@ def _steps_word(parts: Sequence[torch.Tensor]) -> str:
 class _Gradient:
     """Is a gradient that reached a backward."""
 
-    # The user's line of a result of the graph.
-    source_line: str | None
-    # The ``sketch`` of some of its elements.
-    read: Callable[[], list[Any]]
+    source_line: str | None  # the user's line of a result of the graph
+    read: Callable[[], list[Any]]  # the ``sketch`` of some of its elements
     # Number of the meeting that compares it, late enough not to wait for a device.
     reported_at: int
 

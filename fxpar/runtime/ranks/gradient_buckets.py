@@ -30,34 +30,24 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 class MeanOver:
     """Names the ranks over which the mean of a gradient is taken."""
 
-    # Name of the process group.
-    group: str
-    # Number of its ranks.
-    count: int
+    group: str  # name of the process group
+    count: int  # number of its ranks
 
 
 @dataclass(eq=False)
 class Watched:
     """Is a parameter whose gradient is reduced."""
 
-    # As messages and agreements call it.
-    name: str
-    # Weak reference to the parameter.
-    ref: weakref.ref[nn.Parameter]
-    # The ranks that its gradient is reduced over.
-    over: MeanOver
-    # Whether its gradient may be reduced before the backward ends.
-    early: bool = True
+    name: str  # as messages and agreements call it
+    ref: weakref.ref[nn.Parameter]  # the parameter
+    over: MeanOver  # the ranks that its gradient is reduced over
+    early: bool = True  # whether its gradient may be reduced before the backward ends
     # Its number, equal on all ranks; None until they agree on it.
     place: int | None = None
-    # Bucket of its gradient; None until some rank has one.
-    bucket: Bucket | None = None
-    # Position in its bucket.
-    index: int = 0
-    # Whether a hook notes its gradients.
-    has_hook: bool = False
-    # Whether other code, as DDP, reduces its gradient by now.
-    is_left: bool = False
+    bucket: Bucket | None = None  # bucket of its gradient; None until some rank has one
+    index: int = 0  # position in its bucket
+    has_hook: bool = False  # whether a hook notes its gradients
+    is_left: bool = False  # whether other code, as DDP, reduces its gradient by now
 
     def text(self) -> str:
         """Return the text that must be equal on all ranks."""
@@ -118,12 +108,10 @@ def strides_of(local: torch.Tensor) -> tuple[int, ...]:
 class BucketMemory:
     """Holds the memory of a bucket's gradients."""
 
-    # All gradients, one after the other; 1-D.
-    flat: torch.Tensor
+    flat: torch.Tensor  # all gradients, one after the other; 1-D
     # A view for each gradient, with the strides of its parameter.
     slots: list[torch.Tensor]
-    # The ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it.
-    unused: int
+    unused: int  # the ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it
 
     def is_free(self) -> bool:
         """Return whether nothing else holds a view of it."""
@@ -134,15 +122,11 @@ class BucketMemory:
 class Bucket:
     """Holds gradients of one dtype, device and group that one collective reduces."""
 
-    # The parameters, in their order in memory.
-    members: list[Watched]
-    # Places of the members, as bits.
-    mask: int
+    members: list[Watched]  # the parameters, in their order in memory
+    mask: int  # places of the members, as bits
     # Shape and strides of each gradient, as ranks agreed.
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    # The dtype of all gradients.
     dtype: torch.dtype
-    # The device of all gradients.
     device: torch.device
     # Up to two, used in turns: ``.grad`` may be views of one.
     memories: list[BucketMemory] = field(default_factory=list)

@@ -52,12 +52,10 @@ SETTLE = 0.05
 class _Life:
     """Holds everything that ends with one default process group."""
 
-    # The default process group.
-    group: weakref.ref[Any]
+    group: weakref.ref[Any]  # the default process group
     # Names of process groups, by mesh and axes.
     names: dict[Any, str] = field(default_factory=dict)
-    # By mesh.
-    device_meshes: dict[Any, Any] = field(default_factory=dict)
+    device_meshes: dict[Any, Any] = field(default_factory=dict)  # by mesh
     mesh: Mesh | None = None  # chosen for FXPAR_MESH=auto
     # Names of the worlds in which each rank is known to have a device of its own.
     devices_checked: set[str] = field(default_factory=set)
@@ -101,8 +99,7 @@ def _graphs() -> Iterator[int]:
 class Manual(ManualAxes):
     """Are the axes of the batch, where each rank feeds its own part of it."""
 
-    # This process's rank in the mesh of all ranks.
-    rank: int
+    rank: int  # this process's rank in the mesh of all ranks
 
 
 @dataclass(frozen=True)
@@ -111,12 +108,10 @@ class Ranks:
 
     # The mesh of all ranks; where axes are manual, that of the ranks of one place.
     mesh: Mesh
-    # This process's rank in the mesh.
     rank: int
     # Whether the mesh is still to be chosen; until then it is one axis over all ranks.
     open: bool = False
-    # The ranks of the mesh, if they are not all.
-    world: World | None = None
+    world: World | None = None  # the ranks of the mesh, if they are not all
     # The axes along which the mesh is one place; None: it has all ranks.
     manual: Manual | None = None
 

@@ -37,11 +37,8 @@ _FIX = (
 class LostRankReport:
     """Is the report of the first rank that knows of a lost one."""
 
-    # The rank that reports.
     rank: int
-    # Which rank is lost, and where it is.
-    what: str
-    # One thing to do.
+    what: str  # which rank is lost, and where it is
     fix: str
 
 

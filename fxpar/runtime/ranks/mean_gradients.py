@@ -67,12 +67,10 @@ def is_participating() -> bool:
 class _Reducer:
     """Holds the watched parameters of one process group."""
 
-    # By id.
-    watched: dict[int, Watched] = field(default_factory=dict)
+    watched: dict[int, Watched] = field(default_factory=dict)  # by id
     # Parameters that ranks agreed on, by place; a place is never used again.
     placed: list[Watched] = field(default_factory=list)
-    # The others, by name.
-    new: dict[str, Watched] = field(default_factory=dict)
+    new: dict[str, Watched] = field(default_factory=dict)  # the others, by name
     # In the order in which they are launched.
     buckets: list[Bucket] = field(default_factory=list)
     # Places that any rank touched in each of the last two backwards, as bits.
@@ -88,8 +86,7 @@ class _Reducer:
     frozen: set[Watched] = field(default_factory=set)
     # Ids of parameters whose gradients other code reduces.
     left: set[int] = field(default_factory=set)
-    # Number of backwards that have ended.
-    backwards: int = 0
+    backwards: int = 0  # number of backwards that have ended
 
     def expected(self) -> int:
         """Return the places that some rank will probably touch in the next backward;
@@ -191,7 +188,6 @@ def _accumulated(parameter: torch.Tensor) -> None:
 class _State:
     """Holds the part of a backward that is needed after it raised."""
 
-    # Whether it came to its end.
     has_ended: bool = False
     # ``.grad`` of parameters whose bucket is launched; theirs is None meanwhile.
     detached_gradients: dict[Watched, torch.Tensor] = field(default_factory=dict)
@@ -220,14 +216,11 @@ def _give_back(state: _State) -> None:
 class _Filling:
     """Is a bucket in a backward."""
 
-    # Memory in which gradients are summed.
     memory: BucketMemory
-    # How many members probably still get a gradient.
-    missing: int
+    missing: int  # how many members probably still get a gradient
     # Members whose gradient was handed over, with the last write to ``.grad`` then.
     handed: dict[Watched, Any] = field(default_factory=dict)
-    # None before it is launched.
-    reduction: LaunchedSum | None = None
+    reduction: LaunchedSum | None = None  # None before it is launched
 
 
 def _write_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -652,8 +645,7 @@ def _agree_on(
 class _Handing:
     """Is a backward of a compiled graph that runs."""
 
-    # Has the watched parameters.
-    reducer: _Reducer
+    reducer: _Reducer  # has the watched parameters
     # The node of autograd of each argument that is a tensor, by its position.
     nodes: Mapping[int, Any]
     # Positions of arguments whose gradient was taken.

@@ -45,21 +45,15 @@ LONGEST = timedelta(days=7)
 class Channel:
     """Is the store as seen by one rank of a world."""
 
-    # Through another connection than that of ``presence``.
-    store: Any
-    # This process's rank in the world.
+    store: Any  # through another connection than that of ``presence``
     rank: int
     # By rank of the world, the number in the default process group, by which users and
     # ``presence`` know it.
     ranks: Sequence[int]
-    # Prefix of its keys; each life of a process group has another.
-    prefix: str
-    # Says where this rank is, and asks where others are.
-    presence: Presence
-    # Faster than the store; None: too many ranks.
-    boxes: Mailboxes | None = None
-    # Meetings so far, the same number on all ranks.
-    meetings: int = 0
+    prefix: str  # prefix of its keys; each life of a process group has another
+    presence: Presence  # says where this rank is, and asks where others are
+    boxes: Mailboxes | None = None  # faster than the store; None: too many ranks
+    meetings: int = 0  # meetings so far, the same number on all ranks
     questions: int = 0  # questions of waiting ranks before the last meeting
     wrote: list[str] = field(default_factory=list)  # this rank's keys of the last one
 

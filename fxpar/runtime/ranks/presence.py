@@ -64,14 +64,10 @@ class Answer:
     # "works", "waits", "collective" (hangs in one), "in a graph", "idle", "ended",
     # "absent" (said nothing yet) or "silent" (has not answered for long).
     state: str
-    # The activity in words.
-    text: str
-    # Name of the channel of the ranks it waits for, if it does.
-    waits_for: str = ""
-    # Number of the meeting it waits at.
-    number: int = 0
-    # The last call that it came to, in words.
-    last_call: str = ""
+    text: str  # the activity in words
+    waits_for: str = ""  # name of the channel of the ranks it waits for, if it does
+    number: int = 0  # number of the meeting it waits at
+    last_call: str = ""  # the last call that it came to, in words
 
 
 def word_key(channel: str, number: int, rank: int | str) -> str:
@@ -121,16 +117,11 @@ def _doing(answer: Answer) -> Iterator[None]:
 class Presence:
     """Reports this rank to others while one default process group lives."""
 
-    # The default process group; another one ends the answers.
-    group: weakref.ref[Any]
-    # Through a connection of its own, for the thread.
-    store: Any
-    # This process's rank.
+    group: weakref.ref[Any]  # the default process group; another one ends the answers
+    store: Any  # through a connection of its own, for the thread
     rank: int
-    # Ranks of the group.
-    size: int
-    # Prefix of its keys, as for those of the Channel.
-    prefix: str
+    size: int  # ranks of the group
+    prefix: str  # prefix of its keys, as for those of the Channel
     questions: int = 0  # questions so far, of any rank
     # Keys that every rank has read, to be deleted at the next beat.
     read: list[str] = field(default_factory=list)
@@ -140,14 +131,12 @@ class Presence:
     progress: list[Callable[[], tuple[str, int]]] = field(default_factory=list)
     # The number of the last call that it came to in any of them, and the call in words.
     last_call: tuple[int, str] | None = None
-    # Grows while the store answers the thread.
-    beats: int = 0
+    beats: int = 0  # grows while the store answers the thread
     # Set when the store is not needed any more.
     over: threading.Event = field(default_factory=threading.Event)
     # Known reasons why the store does not answer.
     store_facts: list[str] = field(default_factory=list)
-    # Number of the last answer of this rank.
-    _answer_number: int = 0
+    _answer_number: int = 0  # number of the last answer of this rank
     # At the last beat: seconds of CPU of the program, of its main thread and of threads
     # of torch, and the time (``time.monotonic``).
     _cpu: tuple[float, float | None, float | None, float] = (0.0, None, None, 0.0)

@@ -28,20 +28,14 @@ class World:
 
     # Part of the keys of its messages: "" for all ranks, equal on all of its ranks.
     name: str
-    # Its ranks, by their numbers in the default process group.
-    ranks: Sequence[int]
-    # The number of this process among them.
-    rank: int
-    # The default process group, with which it ends.
-    life: weakref.ref[Any]
+    ranks: Sequence[int]  # its ranks, by their numbers in the default process group
+    rank: int  # the number of this process among them
+    life: weakref.ref[Any]  # the default process group, with which it ends
     # Gives its process group. All its ranks call this, as for a collective.
     find_group: Callable[[], Any]
-    # Which part of the batch its ranks are fed.
-    place: int = 0
-    # Number of parts of the batch.
-    places: int = 1
-    # The ``meeting.Channel`` of its ranks, once there is one.
-    channel: Any = None
+    place: int = 0  # which part of the batch its ranks are fed
+    places: int = 1  # number of parts of the batch
+    channel: Any = None  # the ``meeting.Channel`` of its ranks, once there is one
     # Numbers of compiled graphs.
     graphs: Iterator[int] = field(default_factory=itertools.count)
 

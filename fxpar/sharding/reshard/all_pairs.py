@@ -95,14 +95,10 @@ def matrix(
 class _Ends:
     """Holds specs of a value, as the graph has them."""
 
-    # Number of each spec among the nodes; -1: it is none.
-    places: np.ndarray
-    # Number among the nodes of each spec without its partial axes.
-    reduced: np.ndarray
-    # Whether shards of each spec are not equal.
-    odd: np.ndarray
-    # Kinds of the reductions of each spec.
-    kinds: tuple[frozenset[str], ...]
+    places: np.ndarray  # number of each spec among the nodes; -1: it is none
+    reduced: np.ndarray  # number among the nodes of each spec without its partial axes
+    odd: np.ndarray  # whether shards of each spec are not equal
+    kinds: tuple[frozenset[str], ...]  # kinds of the reductions of each spec
     # (index, (axes, shards of each dim, axes of each dim)) of each spec that splits
     # several dims and has nothing partial.
     split_specs: tuple[tuple[int, _SplitSpec], ...]

@@ -235,17 +235,11 @@ Layout = tuple[Dims, Pending]
 class Move:
     """Is a step while searching."""
 
-    # A key of ``steps.KINDS``.
-    kind: str
-    # The axes it is over, or parts of them.
-    tokens: Tokens
-    # The dims it names, as its kind counts them.
-    at: tuple[int, ...]
-    # The reduction of a partial value.
-    op: str
-    # The tokens of each dim after the move.
-    dims: Dims
-    # The partial axes after the move.
+    kind: str  # a key of ``steps.KINDS``
+    tokens: Tokens  # the axes it is over, or parts of them
+    at: tuple[int, ...]  # the dims it names, as its kind counts them
+    op: str  # the reduction of a partial value
+    dims: Dims  # the tokens of each dim after the move
     pending: Pending
 
 

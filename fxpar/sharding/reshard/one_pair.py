@@ -182,22 +182,16 @@ def _concerned(
 class _Problem:
     """Is the problem to reach one layout from another, with nothing pending."""
 
-    # The mesh that tokens name the axes of.
     mesh: Mesh
-    # Tokens of each dim that the problem is about, at first.
-    start: Dims
-    # Tokens of the same dims at last.
-    goal: Dims
-    # The most shards of each dim; any fewer must divide it.
-    room: tuple[int, ...]
-    # The partial axes at first.
-    pending: Pending
+    start: Dims  # tokens of each dim that the problem is about, at first
+    goal: Dims  # tokens of the same dims at last
+    room: tuple[int, ...]  # the most shards of each dim; any fewer must divide it
+    pending: Pending  # the partial axes at first
     # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]
     # Whether each dim comes after the front of the shape and copies of it cost time.
     inner: tuple[bool, ...]
-    # Whether shards of each dim are not equal.
-    uneven: tuple[bool, ...]
+    uneven: tuple[bool, ...]  # whether shards of each dim are not equal
 
     @cached_property
     def bandwidth(self) -> float:

@@ -90,16 +90,11 @@ def _route(
 class Reshard:
     """Brings a value from one spec to another, for the op or output that first asks."""
 
-    # Index in ``Program.values``.
-    value: int
-    # The spec that it has.
-    source: Spec
-    # The spec that it gets.
-    target: Spec
-    # Index of the op that first asks; None: an output does.
-    reader: int | None
-    # Number of the output that first asks; None: an op does.
-    output: int | None
+    value: int  # index in ``Program.values``
+    source: Spec  # the spec that it has
+    target: Spec  # the spec that it gets
+    reader: int | None  # index of the op that first asks; None: an output does
+    output: int | None  # number of the output that first asks; None: an op does
     # Whether it settles the producer's result, and so is placed right after the
     # producer; any other is placed before its reader.
     early: bool
@@ -109,8 +104,7 @@ class Reshard:
 class Edges:
     """Holds the specs in which values are made and read, and the reshards between."""
 
-    # Spec of each value as its op gives it.
-    specs: list[Spec]
+    specs: list[Spec]  # spec of each value as its op gives it
     # Spec per (op index, operand).
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
     # Spec per output; None: it is no tensor.

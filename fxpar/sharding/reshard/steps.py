@@ -28,18 +28,15 @@ class StepKind:
     """Says what steps of one kind do. The dims of a step are those it names, in
     order."""
 
-    # How a step is written, with its axes, dims (d), reduction and specs.
-    text: str
+    text: str  # how a step is written, with its axes, dims (d), reduction and specs
     # (k, bytes a rank holds before) -> bytes it sends, of k ranks; None: no collective.
     sent: Callable[[int, float], float] | None = None
     # Index of the step's dim that its axes leave; None: none.
     gathered: int | None = None
     # Index of the step's dim that they go to, at its minor end; None: none.
     split: int | None = None
-    # Whether the axes are partial before.
-    reduces: bool = False
-    # Whether they are partial after.
-    masks: bool = False
+    reduces: bool = False  # whether the axes are partial before
+    masks: bool = False  # whether they are partial after
 
     @property
     def local(self) -> bool:
@@ -122,18 +119,13 @@ KINDS: dict[str, StepKind] = {
 class Step:
     """Is one step of a reshard of one value."""
 
-    # A key of ``KINDS``.
-    kind: str
-    # The spec after the step.
+    kind: str  # a key of ``KINDS``
     spec: Spec
     # The axes it concerns; for reductions and permutes in mesh order.
     axes: tuple[str, ...]
-    # The dims it names, as its kind counts them.
-    dims: tuple[int, ...] = ()
-    # The reduction of a partial value.
-    op: str = ""
-    # The spec before a permute.
-    before: Spec | None = None
+    dims: tuple[int, ...] = ()  # the dims it names, as its kind counts them
+    op: str = ""  # the reduction of a partial value
+    before: Spec | None = None  # the spec before a permute
 
     @property
     def local(self) -> bool:

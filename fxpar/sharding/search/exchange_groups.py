@@ -32,12 +32,9 @@ _UNGROUPED = -1
 class ExchangeGroup:
     """Is a group of ops that may exchange rows at once."""
 
-    # Indices of the ops.
-    ops: tuple[int, ...]
-    # The value that slices read, or that gradients are added up to.
-    value: int
-    # Ops in between that add up gradients.
-    sums: tuple[int, ...] = ()
+    ops: tuple[int, ...]  # indices of the ops
+    value: int  # the value that slices read, or that gradients are added up to
+    sums: tuple[int, ...] = ()  # ops in between that add up gradients
 
 
 def groups_of(program: Program) -> Iterator[ExchangeGroup]:
@@ -123,8 +120,7 @@ def price_together(build: ProblemBuilder, nodes: Sequence[int]) -> None:
 class _Paid:
     """Holds the price of rows that an op exchanges by itself, by strategy."""
 
-    # (K,) seconds.
-    seconds: np.ndarray
+    seconds: np.ndarray  # (K,) seconds
     # (K,) number of the spec of the tensor it slices or puts rows into.
     specs: np.ndarray
     # (exchange, bytes of a row) where one is needed that may be shared, else None.

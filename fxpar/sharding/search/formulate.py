@@ -49,29 +49,21 @@ from fxpar.sharding.strategy import Strategy
 class Formulation:
     """Holds the solver's problem for a Program, and the meaning of its numbers."""
 
-    # The program of the problem: of one part, if the batch is cut.
-    program: Program
-    # The mesh, with its links.
+    program: Program  # the program of the problem: of one part, if the batch is cut
     mesh: Mesh
-    # The problem for the solver.
     problem: Problem
     # The op, input, output or value that each node of the problem decides.
     nodes: tuple[Node, ...]
-    # The specs that numbers stand for.
-    pool: tuple[Spec, ...]
+    pool: tuple[Spec, ...]  # the specs that numbers stand for
     # Value -> its nodes by phase (0 forward, 1 backward; both the same unless it is a
     # parameter at rest).
     settling: Mapping[int, tuple[int, int]]
-    # Bytes and flops of ops, and when they run.
-    kernels: ProgramKernels
-    # The hardware of all prices.
+    kernels: ProgramKernels  # bytes and flops of ops, and when they run
     hardware: Hardware
-    # Values that occupy memory, and when.
-    entries: Sequence[Entry] = ()
+    entries: Sequence[Entry] = ()  # values that occupy memory, and when
     # The entry of each row of the problem's memory.
     memory_entries: tuple[Entry, ...] = ()
-    # Set if the program is one part of a batch.
-    parts: PartProgram | None = None
+    parts: PartProgram | None = None  # set if the program is one part of a batch
     # By node of an op, seconds by strategy of adding to sums over parts; its costs
     # include them.
     adding: Mapping[int, np.ndarray] = field(default_factory=dict)

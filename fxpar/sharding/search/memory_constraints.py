@@ -44,21 +44,16 @@ SMALL = 1e-3
 class Entry:
     """Is a value that occupies memory, from when to when."""
 
-    # Index of the value.
-    value: int
+    value: int  # index of the value
     # "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a copy of a
     # parameter), "saved" (the backward reads it), "passing", "made" (an op's result
     # before it is resharded to the spec it settles in), or "accumulated" (a sum over
     # parts of the batch).
     kind: str
-    # The first op at which it lives.
-    begin: int
-    # The first at which it does not.
-    end: int
-    # Bytes of the whole value.
-    nbytes: int
-    # The phase that a copy is made for: 0 forward, 1 backward.
-    phase: int = 0
+    begin: int  # the first op at which it lives
+    end: int  # the first at which it does not
+    nbytes: int  # bytes of the whole value
+    phase: int = 0  # the phase that a copy is made for: 0 forward, 1 backward
 
     def sized(self, nbytes: int) -> Entry:
         """Return the entry of a value of another size."""
@@ -201,14 +196,12 @@ def _results(
 class Places:
     """Says which node decides the spec of each version of a value."""
 
-    # All nodes of the problem.
-    nodes: Sequence[Node]
+    nodes: Sequence[Node]  # all nodes of the problem
     # The node that makes each value, or of the input it is.
     makers: Mapping[int, EdgeEnd]
     # The nodes in which a value settles, in the forward and in the backward.
     settling: Mapping[int, tuple[int, int]]
-    # The only reader of each value that does not settle.
-    readers: Mapping[int, EdgeEnd]
+    readers: Mapping[int, EdgeEnd]  # the only reader of each value that does not settle
     # The output node of each gradient, which decides its layout at the end.
     gradients: Mapping[int, EdgeEnd]
 

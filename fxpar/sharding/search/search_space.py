@@ -42,8 +42,7 @@ class Node:
     # get a value that a hint lays out), or "exchange" (the spec in which ops share an
     # exchange of rows).
     kind: str
-    # Index of the op, input, output, or value.
-    of: int
+    of: int  # index of the op, input, output, or value
     # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
     # 1) for the others.
     specs: np.ndarray
@@ -57,10 +56,8 @@ class Node:
 class EdgeEnd:
     """Is one end of an edge."""
 
-    # Number of the node.
     node: int
-    # Column of the node's specs that is of the value.
-    column: int
+    column: int  # column of the node's specs that is of the value
 
 
 class Pool:

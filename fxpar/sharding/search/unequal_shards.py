@@ -41,32 +41,24 @@ _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
 class UnequalDim:
     """Is a dim that axes of unlike ranks split."""
 
-    # Rows of the dim.
-    size: int
-    # Axes that split it.
-    axes: tuple[str, ...]
-    # Sizes of its shards, major to minor.
-    parts: tuple[int, ...]
-    # Names of values that have it.
-    values: tuple[str, ...]
+    size: int  # rows of the dim
+    axes: tuple[str, ...]  # axes that split it
+    parts: tuple[int, ...]  # sizes of its shards, major to minor
+    values: tuple[str, ...]  # names of values that have it
 
 
 @dataclass(frozen=True)
 class Ratios:
     """Holds shares of a dim by the speed of unlike ranks, and what they save."""
 
-    # The mesh, with the speeds of its ranks.
-    mesh: Mesh
-    # Name of the hardware that steps are priced on.
-    hardware: str
+    mesh: Mesh  # with the speeds of its ranks
+    hardware: str  # name of the hardware that steps are priced on
     # (axis, each rank's share of a dim it splits) for each axis of unlike ranks.
     shares: tuple[tuple[str, tuple[float, ...]], ...]
     # Seconds of a step with equal shards, computing and communication added up.
     even: float
-    # The same with these shares.
-    uneven: float
-    # Largest dims first.
-    cuts: tuple[UnequalDim, ...]
+    uneven: float  # the same with these shares
+    cuts: tuple[UnequalDim, ...]  # largest dims first
 
     def __str__(self) -> str:
         if not self.shares:
@@ -170,12 +162,10 @@ def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
 class StepSeconds:
     """Holds the seconds of a step of one rank, with equal shards and speed 1.0."""
 
-    # Seconds by the unlike axes that split the op.
-    computing: Mapping[Axes, float]
+    computing: Mapping[Axes, float]  # seconds by the unlike axes that split the op
     # Seconds by (unlike axes that split the tensor, those the collective runs along).
     moving: Mapping[tuple[Axes, Axes], float]
-    # Seconds of launches and of latencies of collectives.
-    fixed: float
+    fixed: float  # seconds of launches and of latencies of collectives
 
     def seconds(self, mesh: Mesh, ratio: Mapping[str, Sequence[float]]) -> float:
         """Return the seconds of the rank that takes longest, with ``ratio[axis]`` as

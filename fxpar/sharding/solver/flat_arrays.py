@@ -24,53 +24,34 @@ _CELL, _ENTRY, _LOOK, _FLATTEN = 8e-10, 4e-9, 6e-9, 3.5e-6
 class Flat:
     """Holds a network of n nodes and its memory rows, as arrays."""
 
-    # (n,) numbers of the nodes in the Network, ascending.
-    nodes: np.ndarray
-    # (n,) number of strategies of each node.
-    size: np.ndarray
-    # (n + 1,) where the strategies of each node begin in ``unary``.
-    at: np.ndarray
-    # Cost of each strategy of each node.
-    unary: np.ndarray
+    nodes: np.ndarray  # (n,) numbers of the nodes in the Network, ascending
+    size: np.ndarray  # (n,) number of strategies of each node
+    at: np.ndarray  # (n + 1,) where the strategies of each node begin in ``unary``
+    unary: np.ndarray  # cost of each strategy of each node
     # (n + 1,) where the entries of each node begin; an edge is an entry at either end.
     first: np.ndarray
-    # By entry, the node at the other end.
-    other: np.ndarray
-    # By entry, where in ``pool`` its (K_i, K_j) table begins.
-    table: np.ndarray
-    # By entry, the entry of the edge's other end.
-    pair: np.ndarray
+    other: np.ndarray  # by entry, the node at the other end
+    table: np.ndarray  # by entry, where in ``pool`` its (K_i, K_j) table begins
+    pair: np.ndarray  # by entry, the entry of the edge's other end
     # By entry, where its vector of length K_i begins in an array of all messages.
     message: np.ndarray
-    # Length of such an array.
-    messages: int
-    # All tables, one after the other.
-    pool: np.ndarray
+    messages: int  # length of such an array
+    pool: np.ndarray  # all tables, one after the other
     # By entry, where the least and largest of each row of its table are in ``low`` and
     # ``high``.
     rows: np.ndarray
-    # Least entries of rows.
-    low: np.ndarray
-    # Largest entries of rows.
-    high: np.ndarray
+    low: np.ndarray  # least entries of rows
+    high: np.ndarray  # largest entries of rows
     # (n + 1,) where the usages of each node begin in the next three arrays.
     live: np.ndarray
-    # By usage, the first memory row that is occupied.
-    begin: np.ndarray
-    # By usage, the row after the last.
-    end: np.ndarray
-    # By usage, where in ``usage`` its strategies begin.
-    use: np.ndarray
-    # By strategy, the memory occupied.
-    usage: np.ndarray
-    # By memory row, the most that it may hold.
-    room: np.ndarray
-    # By memory row, the Problem's time that it begins at, ascending.
-    when: np.ndarray
-    # The cost that every choice pays.
-    constant: float
-    # Usage above ``room`` that counts as rounding.
-    slack: float
+    begin: np.ndarray  # by usage, the first memory row that is occupied
+    end: np.ndarray  # by usage, the row after the last
+    use: np.ndarray  # by usage, where in ``usage`` its strategies begin
+    usage: np.ndarray  # by strategy, the memory occupied
+    room: np.ndarray  # by memory row, the most that it may hold
+    when: np.ndarray  # by memory row, the Problem's time that it begins at, ascending
+    constant: float  # the cost that every choice pays
+    slack: float  # usage above ``room`` that counts as rounding
 
     @cached_property
     def sweep_seconds(self) -> float:

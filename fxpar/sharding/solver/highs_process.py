@@ -31,12 +31,9 @@ class HighsOutcome(NamedTuple):
     infeasible)."""
 
     status: int
-    # The best point or None.
-    x: np.ndarray | None
-    # The dual bound or None.
-    bound: float | None
-    # Seconds of work that it took.
-    work: float
+    x: np.ndarray | None  # the best point or None
+    bound: float | None  # the dual bound or None
+    work: float  # seconds of work that it took
 
 
 def solved(program: dict[str, Any], seconds: float) -> HighsOutcome:

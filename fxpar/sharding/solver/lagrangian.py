@@ -46,14 +46,10 @@ _MOST_DECODINGS = 16
 class Priced:
     """Holds the results of a search of prices on memory rows."""
 
-    # (rows,) >= 0, the prices of the best bound.
-    prices: np.ndarray
-    # The best bound so far: no choice within memory costs less.
-    bound: float
-    # The cheapest that fits among those met, or None.
-    choice: np.ndarray | None
-    # Cost of that choice; infinite if there is none.
-    cost: float
+    prices: np.ndarray  # (rows,) >= 0, the prices of the best bound
+    bound: float  # the best bound so far: no choice within memory costs less
+    choice: np.ndarray | None  # the cheapest that fits among those met, or None
+    cost: float  # cost of that choice; infinite if there is none
     # The last few decodings that are allowed, by cost at these prices, those that fit
     # and those that do not in turn.
     decodings: list[np.ndarray] = field(default_factory=list)
@@ -266,8 +262,7 @@ class Excess(NamedTuple):
     # The choice of least ``excess`` met (None: none was allowed).
     choice: np.ndarray | None
     excess: float
-    # No choice has less excess.
-    bound: float
+    bound: float  # no choice has less excess
 
 
 def without_costs(flat: Flat) -> Flat:

@@ -22,12 +22,9 @@ from fxpar.sharding.solver.problem import Edge, Problem
 class Messages:
     """Is the state of message passing on one Flat: messages and the last decoding."""
 
-    # The Flat whose edges pass them.
     flat: Flat
-    # All messages; those of an entry begin at its ``Flat.message``.
-    values: np.ndarray
-    # The last decoding, by node.
-    choice: np.ndarray
+    values: np.ndarray  # all messages; those of an entry begin at its ``Flat.message``
+    choice: np.ndarray  # the last decoding, by node
     # (strategies,) how much a strategy of a node raises the bound; this plus the bound
     # before the last pass holds for every choice with the strategy, since each chain
     # through the node then costs its min-marginal (reduced cost).

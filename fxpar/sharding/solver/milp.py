@@ -23,10 +23,8 @@ from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 class MilpSolution(NamedTuple):
     """Is the answer of an integer program."""
 
-    # A choice that fits, or None.
-    choice: np.ndarray | None
-    # No choice that fits costs less.
-    bound: float
+    choice: np.ndarray | None  # a choice that fits, or None
+    bound: float  # no choice that fits costs less
     # Whether the choice is optimal, or, without one, there is none that fits.
     proved: bool
 

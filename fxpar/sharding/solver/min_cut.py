@@ -25,8 +25,7 @@ _SOURCE, _SINK = 0, 1
 class MinCut(NamedTuple):
     """Holds what all least cuts between two nodes have in common."""
 
-    # The capacity of the edges that are cut.
-    capacity: float
+    capacity: float  # the capacity of the edges that are cut
     # Nodes that every least cut leaves with the source, and those with the sink.
     early: set
     late: set

@@ -81,24 +81,15 @@ class Network:
     ``names[i]``: the Problem's number of each strategy left, ascending.
     """
 
-    # Cost of each strategy of each node.
-    unary: list[np.ndarray]
-    # Tables of the edges, by node and neighbour.
-    adj: list[dict[int, np.ndarray]]
-    # The memory rows that each node is in.
-    rows: list[list[Row]]
-    # The most that each memory row may hold.
-    room: np.ndarray
-    # Tables derived once for all edges that share a source.
-    tables: Tables
-    # Numbers of the strategies that are left.
-    names: list[np.ndarray]
-    # Nodes not yet eliminated.
-    alive: set[int]
-    # The cost of eliminated nodes.
-    constant: float = 0.0
-    # How far rounding may put a summed usage above its room.
-    slack: float = 0.0
+    unary: list[np.ndarray]  # cost of each strategy of each node
+    adj: list[dict[int, np.ndarray]]  # tables of the edges, by node and neighbour
+    rows: list[list[Row]]  # the memory rows that each node is in
+    room: np.ndarray  # the most that each memory row may hold
+    tables: Tables  # tables derived once for all edges that share a source
+    names: list[np.ndarray]  # numbers of the strategies that are left
+    alive: set[int]  # nodes not yet eliminated
+    constant: float = 0.0  # the cost of eliminated nodes
+    slack: float = 0.0  # how far rounding may put a summed usage above its room
     # The Problem's time of each memory row.
     times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # How eliminated nodes are chosen, in order of elimination.

@@ -23,40 +23,30 @@ FORBIDDEN = 1e18
 class Live(NamedTuple):
     """Is the memory a node occupies while it lives."""
 
-    # Number of the node.
     node: int
-    # The first time at which it lives.
-    begin: int
-    # The first at which it does not.
-    end: int
-    # (K,) >= 0, by strategy, in any unit.
-    usage: np.ndarray
+    begin: int  # the first time at which it lives
+    end: int  # the first at which it does not
+    usage: np.ndarray  # (K,) >= 0, by strategy, in any unit
 
 
 class Edge(NamedTuple):
     """Is a cost on two nodes."""
 
-    # The node whose strategy is the row of the table.
-    i: int
-    # The node whose strategy is the column; if it is ``i``, the diagonal counts.
-    j: int
-    # Index in ``Problem.tables``.
-    table: int
+    i: int  # the node whose strategy is the row of the table
+    j: int  # the node whose strategy is the column; if it is ``i``, the diagonal counts
+    table: int  # index in ``Problem.tables``
 
 
 @dataclass(frozen=True)
 class Problem:
     """Asks for one strategy per node such that the sum of costs is least."""
 
-    # (K_i,) cost of each strategy of node i, K_i >= 1.
-    costs: tuple[np.ndarray, ...]
-    # Pairs of nodes, with the table of each.
-    edges: tuple[Edge, ...] = ()
+    costs: tuple[np.ndarray, ...]  # (K_i,) cost of each strategy of node i, K_i >= 1
+    edges: tuple[Edge, ...] = ()  # pairs of nodes, with the table of each
     # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
     # (or >= 1e18) for "not allowed".
     tables: tuple[np.ndarray, ...] = ()
-    # Which node occupies memory when.
-    memory: tuple[Live, ...] = ()
+    memory: tuple[Live, ...] = ()  # which node occupies memory when
     # The most that may live at any time, in the unit of ``Live.usage``; None: no limit.
     limit: float | None = None
     # For node i the node whose strategies its own correspond to one to one (itself, if
@@ -78,36 +68,24 @@ class Problem:
 class SolverPhase(NamedTuple):
     """Is one line of the log."""
 
-    # Name of the phase.
     name: str
-    # Seconds that it took.
     seconds: float
-    # Cost of the best choice after it.
-    cost: float
-    # Bound after it.
-    bound: float
+    cost: float  # cost of the best choice after it
+    bound: float  # bound after it
 
 
 @dataclass(frozen=True)
 class Solution:
     """Is a choice within the limit."""
 
-    # Strategy of each node.
-    choice: tuple[int, ...]
-    # Cost of the choice.
-    cost: float
-    # No choice costs less.
-    bound: float
-    # (cost - bound) / |cost|.
-    gap: float
-    # Seconds that solving took.
+    choice: tuple[int, ...]  # strategy of each node
+    cost: float  # cost of the choice
+    bound: float  # no choice costs less
+    gap: float  # (cost - bound) / |cost|
     seconds: float
-    # Whether it fits the limit.
-    feasible: bool
-    # The most memory in use at any time.
-    peak: float
-    # The log.
-    notes: tuple[SolverPhase, ...] = ()
+    feasible: bool  # whether it fits the limit
+    peak: float  # the most memory in use at any time
+    notes: tuple[SolverPhase, ...] = ()  # the log
     # (time, price of a unit of memory there), where the bound has prices.
     prices: tuple[tuple[int, float], ...] = ()
     # Cost of the best choice found without the limit, if one was searched for.

@@ -26,8 +26,7 @@ class _Clock(threading.local):
     done: float = 0.0
     # The wall-clock time at which the search under way is stopped; None without one.
     wall: float | None = None
-    # Whether wall-clock time stopped it.
-    stopped: bool = False
+    stopped: bool = False  # whether wall-clock time stopped it
 
 
 _clock = _Clock()
