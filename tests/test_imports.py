@@ -485,8 +485,8 @@ SAID |= {"seconds", "shape", "why"}
 
 
 def says_enough(field: ast.AnnAssign) -> bool:
-    """Whether name and type of a field say what it holds: it is one of ``SAID``, whether
-    something is so, or of one class."""
+    """Whether name and type of a field say what it holds: one of ``SAID``, whether
+    something is so, or an object of one class."""
     name, type_ = ast.unparse(field.target), ast.unparse(field.annotation)
     is_class = re.fullmatch(r"(\w+\.)*[A-Z]\w+", type_) and type_ != "Any"
     return name in SAID or name.startswith(("is_", "has_", "can_")) or bool(is_class)
