@@ -32,8 +32,9 @@ from gpu_programs import BF16, CASES, F32, ONLY_F32, PIECES, TINY, Case, Job, Si
 from fxpar.fusion.kernels import interpret, matmul_signals, run_fused, run_kernels
 from fxpar.fusion.kernels.matmul_kernel import BIAS, Gemm, Tiles, gemm, signals_of
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
-from fxpar.fusion.kernels.symmetric_memory import Provider, virtual
+from fxpar.fusion.kernels.symmetric_memory import Provider
 from fxpar.fusion.kernels.templates import Template, template_of
+from tests.helpers.kernels.shared_memory import virtual
 
 # Relative to the largest number: of float32 (exp, division and rsqrt are within
 # two units), of bfloat16, where a value on the way may round to its neighbour, and

@@ -18,7 +18,7 @@ from gpu_programs import BF16, CASES, TINY, Case, Sizes
 from gpu_ranks import start
 
 from fxpar.fusion.kernels import region_op, run_fused, run_kernels
-from fxpar.fusion.kernels.symmetric_memory import virtual
+from tests.helpers.kernels.shared_memory import virtual
 
 ASKED = (
     "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"

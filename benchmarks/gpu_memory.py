@@ -34,9 +34,10 @@ from gpu_here import (
 from gpu_programs import BF16, F32, RATE, Case, Job
 
 from fxpar.fusion.kernels import run_fused, run_kernels
-from fxpar.fusion.kernels.symmetric_memory import Provider, virtual
+from fxpar.fusion.kernels.symmetric_memory import Provider
 from fxpar.fusion.kernels.templates import Template
 from fxpar.passes.normalize import random
+from tests.helpers.kernels.shared_memory import virtual
 
 WIDTH = 4096
 MIB = 1 << 20

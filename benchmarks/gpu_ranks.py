@@ -22,6 +22,7 @@ from gpu_programs import BF16, CASES, F32, TINY, Case, Job, Sizes
 
 from fxpar import _torch
 from fxpar.fusion.kernels import region_op, run_fused, run_kernels, symmetric_memory
+from tests.helpers.kernels.shared_memory import shared_files, virtual
 
 c10d = torch.ops._c10d_functional
 PATIENCE = datetime.timedelta(seconds=60)
@@ -56,7 +57,7 @@ def share_files(here: Here, group: str) -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     store, rank, ranks = _torch.distributed.group_store(group)
-    made = symmetric_memory.shared_files(store, rank, ranks, name="try", programs=4)
+    made = shared_files(store, rank, ranks, name="try", programs=4)
     run_fused.install(group, "cpu", made)
     swap = interpreter_builder.create_atomic_cas
 
@@ -133,7 +134,7 @@ def symmetric(here: Here) -> None:
 def templates(here: Here) -> None:
     """The kernels of ``symmetric``, launched as there, by one process ahead of time."""
     most = max(1, here.programs - symmetric_memory.FREE)
-    playing = symmetric_memory.virtual(2, here.device, programs=most)
+    playing = virtual(2, here.device, programs=most)
     for case in CASES.values():
         sizes = here.pick(Sizes(), TINY)
         job = programs.case_job(here, case, 2, sizes)
@@ -249,7 +250,7 @@ def whole_beside_parts(here: Here, case: Case, group: str) -> tuple[float, bool]
     """The kernel with the collective inside, beside the collective between kernels."""
     sizes = here.pick(Sizes(), TINY)
     job = programs.case_job(here, case, 1, sizes)
-    (provider,) = symmetric_memory.virtual(1, here.device, programs=here.programs)
+    (provider,) = virtual(1, here.device, programs=here.programs)
     made = template(here, case, job, provider.programs)
     values = job.values(programs.inputs_of(here, case, 1, 0, 7, sizes))
     numbers = job.numbers[0]

@@ -60,13 +60,6 @@ def inductor_seeds() -> Any:
     return inductor_prims.seeds
 
 
-def inductor_lookup_seed() -> Any:
-    """Return Inductor's ``inductor_lookup_seed(seeds, index)``."""
-    from torch._inductor import inductor_prims
-
-    return inductor_prims.lookup_seed
-
-
 def inductor_random() -> Any:
     """Return Inductor's ``inductor_random(size, seed, mode)``."""
     from torch._inductor import inductor_prims

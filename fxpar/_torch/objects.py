@@ -7,9 +7,7 @@ In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,23 +50,6 @@ def versions_of(xs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple([x._version for x in xs])
     except RuntimeError:
         return tuple(0 if x.is_inference() else x._version for x in xs)
-
-
-@dataclass(frozen=True, eq=False)
-class TensorVersion:
-    """Holds a tensor as it is now, to be compared later."""
-
-    # Not its id, which another tensor may have once it is gone.
-    tensor: weakref.ref[torch.Tensor]
-    writes: int  # how often it was written to in place
-
-    @staticmethod
-    def of(x: torch.Tensor) -> TensorVersion:
-        return TensorVersion(weakref.ref(x), version_of(x))
-
-    def is_current(self, x: torch.Tensor) -> bool:
-        """Return whether ``x`` is that tensor, and was not written since."""
-        return self.tensor() is x and self.writes == version_of(x)
 
 
 def memory_of(x: torch.Tensor) -> int:

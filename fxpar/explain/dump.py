@@ -44,16 +44,12 @@ def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
             return f"({', '.join(shape(v) for v in val)})"
         return type(val).__name__
 
-    def argument(arg: Any) -> str:
-        return str(arg)
-
     name = f"{node.name}: {' '.join(map(str, (shape(node.meta.get('val')), *specs)))}"
     if node.op == "placeholder":
         return f"{name} = input"
     if node.op == "output":
         return f"return {node.args[0]}"
-    args = [argument(a) for a in node.args]
-    args += [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
+    args = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
     line = user_line(node)
     cause = node.meta.get("fxpar_cause")
     note = f"  # {cause or line}" if cause or line else ""
@@ -177,13 +173,6 @@ def _is_repeated_silently(plan: Plan) -> bool:
 _WHOLE = "the plan splits nothing"
 
 
-def _why_whole(plan: Plan) -> str:
-    """Return why a plan splits nothing."""
-    if any(note.startswith(("search: ", "stored plan")) for note in plan.notes):
-        return "by the cost model every split takes longer than it saves"
-    return "no axis divides a dim that its ops can split, or hints keep them whole"
-
-
 # Notes that begin so report a choice; all others are warnings.
 _NEWS = (
     *("search: ", "schedule: ", "mesh ", "stored plan", "result ", "in parts: "),
@@ -220,7 +209,12 @@ def report(
         warned.add(_WHOLE)
         whose = "all" if one_stage is plan else "in each stage all"
         text = f"{name}: {_WHOLE}, {whose} {count} ranks "
-        text += f"compute the whole of it: {_why_whole(plan)}"
+        text += "compute the whole of it: "
+        if any(note.startswith(("search: ", "stored plan")) for note in plan.notes):
+            text += "by the cost model every split takes longer than it saves"
+        else:
+            text += "no axis divides a dim that its ops can split, or hints keep them "
+            text += "whole"
         fix = (
             "run python -m fxpar plan to see what splits would cost; or ask for "
             "one with "

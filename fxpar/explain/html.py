@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fxpar.errors import DeviceError
 from fxpar.explain.tree import ModuleGroup, tree
+from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
@@ -39,25 +40,20 @@ _GROUPS = {
 }
 
 
-def render(plan: Plan, timeline: Any = None) -> str:
-    """Return the page of a plan.
-
-    ``timeline``: a ``simulate_step.Timeline``, or an object or mapping with some of its
-    fields: ``events``, each with name, stream, start and duration in seconds;
-    ``memory``, pairs (seconds, bytes on a rank); ``held``, each with name and bytes.
-    """
+def render(plan: Plan, timeline: Timeline | None = None) -> str:
+    """Return the page of a plan."""
     data = json.dumps(page_data(plan, timeline), separators=(",", ":"))
     # Inside a script element nothing may look like the end of it.
     safe = data.replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, safe)
 
 
-def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
+def page_data(plan: Plan, timeline: Timeline | None = None) -> dict[str, Any]:
     """Return what the page shows, ready for JSON: ``rows`` (inputs, ops, outputs),
     ``values`` and ``edges`` as lists, their texts numbers in ``texts``; ``tree`` of row
     numbers."""
     page = _page(plan)
-    text = _Texts()
+    text, line = _Texts(), timeline
     return {
         "hash": plan.hash,
         "mesh": plan.mesh.unrefined.axes,
@@ -72,14 +68,14 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
         "dearest": _dearest(plan),
         "memory": dict(plan.memory),
         "says": [*memory_warnings(plan), *plan.predicted_texts()],
-        "step": _step(timeline),
+        "step": line and [line.seconds, line.compute_seconds, line.exposed_seconds],
         "room": plan.room,
         "axes": _axes(plan),
         "layers": _layers(plan),
         "unknown": plan.unknown,
         "notes": plan.notes,
         "seconds": dict(plan.timings),
-        "timeline": _timeline(timeline, text, dict(plan.memory).get(OPTIMIZER, 0)),
+        "timeline": line and _timeline(line, text, dict(plan.memory).get(OPTIMIZER, 0)),
         "texts": text.all,
     }
 
@@ -110,7 +106,6 @@ class _ValueRow:
     dtype: str | None = None  # as torch prints it; None where not known
 
     def plain(self, text: _Texts) -> list[Any]:
-        """Return the data of the page for this value."""
         dtype = text(short_dtype(self.dtype)) if self.dtype else -1
         specs = text(self.settled), text(self.raw_spec)
         return [text(self.name), dtype, self.shape, *specs, self.row]
@@ -130,17 +125,10 @@ class _Row:
     about: str = ""  # further text
 
     def plain(self, text: _Texts) -> list[Any]:
-        """Return the data of the page for this row."""
         reads = [x for v, spec in self.reads for x in (v, text(spec))]
         line = text(self.line) if self.line else -1
-        return [
-            text(self.name),
-            text(self.op),
-            line,
-            reads,
-            self.makes,
-            text(self.about),
-        ]
+        name, op, about = map(text, (self.name, self.op, self.about))
+        return [name, op, line, reads, self.makes, about]
 
 
 @dataclass
@@ -155,7 +143,6 @@ class _Edge:
     target: Spec | None = None  # as ``source``
 
     def plain(self, text: _Texts) -> list[Any]:
-        """Return the data of the page for this reshard."""
         steps = [[text(kind), text(axes), n] for kind, axes, n in self.steps]
         specs = [-1 if s is None else text(s) for s in (self.source, self.target)]
         return [self.row, int(self.early), steps, self.value, *specs]
@@ -194,7 +181,11 @@ def _page(plan: Plan) -> _Page:
     edges: list[_Edge] = []
     if decision is not None:
         edges, uncharged = _reshards(decision, uncharged, first, where)
-    edges += _charged(uncharged, where)
+    for c in uncharged:
+        row_number = where.get(c.source.partition(" (")[0])
+        if row_number is not None:
+            steps = [(c.kind, "+".join(c.axes), c.bytes)]
+            edges.append(_Edge(row_number, False, steps))
     return _Page(rows, values, edges)
 
 
@@ -225,7 +216,8 @@ def _input_rows(
     plan: Plan, decision: Decision | None, values: Sequence[_ValueRow]
 ) -> list[_Row]:
     """Return a row for every value that no op makes."""
-    op_results = {v for node in plan.nodes for v in _result_names(node)}
+    op_results = {node.name for node in plan.nodes}
+    op_results |= {f"{x.name}.{i}" for x in plan.nodes for i in range(len(x.results))}
     kinds = {name: "parameter" for name, _ in plan.parameters}
     if decision is not None:
         program = decision.program
@@ -243,13 +235,6 @@ def _input_rows(
             module = f"{_GROUPS.get(kind, 'inputs')}/{value.name.rpartition('.')[0]}"
             rows.append(_Row(value.name, kind, module, makes=[v]))
     return sorted(rows, key=lambda row: row.op != "parameter")
-
-
-def _result_names(node: NodePlan) -> Iterator[str]:
-    """Yield the names that results of an op may have."""
-    yield node.name
-    for i in range(len(node.results)):
-        yield f"{node.name}.{i}"
 
 
 def _output_rows(plan: Plan, decision: Decision | None) -> list[_Row]:
@@ -311,16 +296,6 @@ def _reshards(
     return edges, [c for c in collectives if id(c) in unused]
 
 
-def _charged(
-    collectives: Sequence[Collective], where: Mapping[str, int]
-) -> Iterator[_Edge]:
-    """Yield collectives as edges at the row they are charged to."""
-    for c in collectives:
-        row = where.get(c.source.partition(" (")[0])
-        if row is not None:
-            yield _Edge(row, False, [(c.kind, "+".join(c.axes), c.bytes)])
-
-
 def _tree(page: _Page) -> list[ModuleGroup | int]:
     """Return the rows as a tree of modules, identical layers folded."""
     edges: dict[int, list[Any]] = defaultdict(list)
@@ -341,14 +316,6 @@ def _plain(item: ModuleGroup | int) -> Any:
     if isinstance(item, int):
         return item
     return [item.label, int(item.is_repeated), [_plain(inner) for inner in item.items]]
-
-
-def _step(timeline: Any) -> list[float] | None:
-    """Return seconds of a step, of its kernels, and of kernels that wait."""
-    names = ("seconds", "compute_seconds", "exposed_seconds")
-    if not all(hasattr(timeline, name) for name in names):
-        return None
-    return [getattr(timeline, name) for name in names]
 
 
 def _layers(plan: Plan) -> str:
@@ -400,31 +367,15 @@ def _dearest(plan: Plan) -> list[list[Any]]:
     return sorted(entries.values(), key=lambda entry: -entry[3])[:DEAREST]
 
 
-def _timeline(timeline: Any, text: _Texts, state: int) -> dict[str, Any] | None:
-    """Return a timeline as data of the page, None without one. ``state``: bytes of the
-    optimizer's state, which a rank holds all the time."""
-    if timeline is None:
-        return None
-
-    def get(record: Any, name: str, default: Any = "") -> Any:
-        if isinstance(record, Mapping):
-            return record.get(name, default)
-        return getattr(record, name, default)
-
-    def seconds(record: Any, name: str) -> float:
-        return round(float(get(record, name, 0.0)), 9)
-
+def _timeline(timeline: Timeline, text: _Texts, state: int) -> dict[str, Any]:
+    """Return a timeline as data of the page. ``state``: bytes of the optimizer's state,
+    which a rank holds all the time."""
     events = [
-        [text(get(e, "name")), text(get(e, "stream")), text(get(e, "kind"))]
-        + [seconds(e, "start"), seconds(e, "duration")]
-        + [text(get(e, "origin") or get(e, "name")), text(get(e, "line") or "")]
-        for e in get(timeline, "events", ())
+        [text(e.name), text(e.stream), text(e.kind)]
+        + [round(e.start, 9), round(e.duration, 9)]
+        + [text(e.origin or e.name), text(e.line or "")]
+        for e in timeline.events
     ]
-    memory = [
-        [round(float(t), 9), int(n) + state] for t, n in get(timeline, "memory", ())
-    ]
-    held_values = [
-        [str(get(x, "name")), int(get(x, "bytes", 0)), str(get(x, "line") or "")]
-        for x in get(timeline, "held", ())
-    ]
+    memory = [[round(t, 9), n + state] for t, n in timeline.memory]
+    held_values = [[x.name, x.bytes, x.line or ""] for x in timeline.held]
     return {"events": events, "memory": memory, "held": held_values}

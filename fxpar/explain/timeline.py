@@ -25,7 +25,10 @@ def chrome_trace(
     for event in timeline.events:
         threads.setdefault(event.stream, len(threads))
     events = [*_names(threads, name)]
-    timed = [*_slices(timeline, threads, specs or {}), *_counters(timeline)]
+    timed = [*_slices(timeline, threads, specs or {})]
+    for time, nbytes in timeline.memory:
+        memory = {"ph": "C", "tid": 0, "name": "memory", "args": {"bytes": nbytes}}
+        timed.append({**memory, "ts": _micro(time)})
     if timeline.backward is not None:
         mark = {"ph": "i", "name": "backward", "s": "p", "tid": threads[COMPUTE]}
         timed.append({**mark, "ts": _micro(timeline.backward)})
@@ -100,10 +103,3 @@ def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
         "source": event.line,
     }
     return {key: value for key, value in arguments.items() if value}
-
-
-def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the bytes in use over time."""
-    for time, nbytes in timeline.memory:
-        args = {"bytes": nbytes}
-        yield {"ph": "C", "tid": 0, "name": "memory", "ts": _micro(time), "args": args}

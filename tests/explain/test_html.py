@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ import fxpar
 from fxpar import FxparWarning, Mesh, Spec
 from fxpar.explain.html import page_data, render
 from fxpar.explain.tree import ModuleGroup, tree
+from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.units import short_bytes
 
@@ -416,26 +417,16 @@ def test_ten_thousand_ops() -> None:
     assert fold[0] == "layers.0 … layers.249" and fold[1]
 
 
-@dataclass
-class Event:
-    name: str
-    stream: str
-    start: float
-    duration: float
-    kind: str = "fused"
-
-
 def test_a_timeline_is_plain_data() -> None:
-    plan = synthetic(3)
-    event = Event("op_1", "compute", 0.25, 0.5)
-    for given in (event, vars(event)):
-        data = page_data(plan, {"events": [given], "memory": [(0.25, 7)]})
-        line = data["timeline"]
-        assert texts(data, line["events"][0][:3]) == ["op_1", "compute", "fused"]
-        assert line["events"][0][3:5] == [0.25, 0.5]
-        assert line["memory"] == [[0.25, 7]]
+    plan, event = synthetic(3), Event("op_1", "fused", "compute", 0.25, 0.5)
+    line = Timeline((event,), 1.0, 0.5, 0.0, 0.0, (), ((0.25, 7),), 7, ())
+    data = page_data(plan, line)
+    shown = data["timeline"]
+    assert texts(data, shown["events"][0][:3]) == ["op_1", "compute", "fused"]
+    assert shown["events"][0][3:5] == [0.25, 0.5]
+    assert shown["memory"] == [[0.25, 7]]
     assert page_data(plan)["timeline"] is None
-    assert page_data(plan, {"memory": [(0.0, 1)]})["timeline"]["events"] == []
+    assert page_data(plan, replace(line, events=()))["timeline"]["events"] == []
 
 
 WATCH = """<script>var failed = [];

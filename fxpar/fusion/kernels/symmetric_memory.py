@@ -1,11 +1,9 @@
 """Provides memory that kernels of several ranks read and write.
 
 In: a way for ranks to meet (a store, a group, one process). Out: a ``Provider``:
-workspaces of equal size on all ranks, with the addresses of all of them. There are
-three: torch's symmetric memory; files in shared memory, for processes on CPU with
-kernels that Triton interprets; and one process that plays all ranks, each on a stream
-of its own. A workspace belongs to one group and to one stream at a time. Never computes
-anything.
+workspaces of equal size on all ranks, with the addresses of all of them; the memory is
+torch's symmetric memory. A workspace belongs to one group and to one stream at a time.
+Never computes anything.
 
 A workspace has two halves, used in turn: a rank that fills a half again has finished
 the call between, and others reached the barrier of that call only when they were done
@@ -19,9 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -264,39 +260,6 @@ class Meeting:
         return result  # type: ignore[return-value]
 
 
-def shared_files(
-    store: Any, rank: int, ranks: int, *, name: str = "", programs: int = 4
-) -> Provider:
-    """Return a provider for processes on one machine, on CPU. ``store``: a key-value
-    store of torch that all reach. Files are unlinked once all have mapped them."""
-    meeting = Meeting.of(store, rank, ranks, f"fxpar/{name}")
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        folder = Path(tempfile.gettempdir())
-    token = meeting.words_of_all(uuid.uuid4().hex)[0]
-
-    def mapped(path: Path, nbytes: int) -> torch.Tensor:
-        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-
-    def allocate(nbytes: int, number: int) -> Memory:
-        paths = [folder / f"fxpar_{token}_{number}_{r}" for r in range(ranks)]
-        try:
-            own = meeting.agreed(lambda: mapped(paths[rank], nbytes))
-            every = meeting.agreed(
-                lambda: [
-                    own if r == rank else mapped(path, nbytes)
-                    for r, path in enumerate(paths)
-                ]
-            )
-        finally:
-            paths[rank].unlink(missing_ok=True)
-        addresses = tuple(x.data_ptr() for x in every)
-        return Memory(addresses, own, every, tensors=lambda: every)
-
-    cpu = torch.device("cpu")
-    return Provider(rank, ranks, programs, cpu, allocate, meeting.meet, meeting=meeting)
-
-
 def symmetric(group: str, device: torch.device) -> Provider | None:
     """Return a provider with torch's symmetric memory on the GPUs of a group. None, on
     all ranks, if there is one rank or several machines, if ranks share a GPU, or if one
@@ -374,39 +337,3 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
-
-
-def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
-    """Return a provider for each rank of one process that plays all ranks, with kernels
-    on streams of their own. ``programs``: those of all ranks together must run at a
-    time. Memory must be reserved for all before one launches: to allocate is to wait
-    for kernels, which may wait for others."""
-    pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def allocate(nbytes: int, number: int, rank: int) -> Memory:
-        key = nbytes, number
-        if key not in pieces:
-            pieces.clear()
-            pieces[key] = [
-                torch.zeros(nbytes, dtype=torch.uint8, device=device)
-                for _ in range(ranks)
-            ]
-        by_rank = pieces[key]
-        addresses = tuple(x.data_ptr() for x in by_rank)
-        return Memory(addresses, by_rank[rank], by_rank, tensors=lambda: by_rank)
-
-    def all_done() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return [
-        Provider(
-            rank,
-            ranks,
-            programs,
-            device,
-            partial(allocate, rank=rank),
-            all_done,
-        )
-        for rank in range(ranks)
-    ]

@@ -41,7 +41,8 @@ def check_options(text: str, what: str) -> None:
         for rank, each in enumerate(every):
             ranks_of.setdefault(each["options"].get(name), []).append(rank)
         if len(ranks_of) > 1:
-            lines.append(f"{variable_of(name) or name} is {_listed(ranks_of)}")
+            values = (f"{x!r} on {consensus.named(r)}" for x, r in ranks_of.items())
+            lines.append(f"{variable_of(name) or name} is {', '.join(values)}")
     if not lines:
         return
     doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
@@ -53,8 +54,3 @@ def check_options(text: str, what: str) -> None:
             fix="set the same options and FXPAR_ variables on every rank",
         )
     )
-
-
-def _listed(ranks_of: dict[str, list[int]]) -> str:
-    values = (f"{value!r} on {consensus.named(r)}" for value, r in ranks_of.items())
-    return ", ".join(values)

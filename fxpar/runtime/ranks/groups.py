@@ -170,14 +170,10 @@ def join(options: Options) -> Ranks:
     if options.mesh is not None and hasattr(options.mesh, "mesh_dim_names"):
         _life().device_meshes[mesh.axes, options.mesh.device_type] = options.mesh
     rank = dist.get_rank() if size > 1 else 0
-    manual = _manual(mesh, rank) if is_local else None
-    return Ranks(mesh, rank, chooses) if manual is None else _in_place(manual)
-
-
-def _manual(mesh: Mesh, rank: int) -> Manual | None:
-    """Return the axes of the batch; None if the batch has one part."""
-    axes = tuple(axis for axis in batch_axes(mesh) if mesh.axis_size(axis) > 1)
-    return Manual(mesh, axes, rank) if axes else None
+    axes = [a for a in batch_axes(mesh) if mesh.axis_size(a) > 1] if is_local else ()
+    if axes:  # else the batch has one part
+        return _in_place(Manual(mesh, tuple(axes), rank))
+    return Ranks(mesh, rank, chooses)
 
 
 def _in_place(manual: Manual) -> Ranks:

@@ -209,7 +209,8 @@ class Presence:
                 since = now
             self._news[rank] = beat, since
             if answer.state != "ended" and now - since > 2 * BEAT:
-                if self._is_gone(rank):
+                process = self.store.get(f"{self.prefix}/process/{rank}").decode()
+                if own_process.is_gone(process):
                     answer = replace(answer, state="ended", text=GONE)
                 elif now - since > SILENT:
                     text = f"has not answered for {now - since:.0f} s"
@@ -236,12 +237,6 @@ class Presence:
                 return states
         text = f"has ended or hangs: no answer for {ANSWER:.0f} s"
         return states | dict.fromkeys(late, Answer("silent", text))
-
-    def _is_gone(self, rank: int) -> bool:
-        """Return whether the process of a rank is known to have ended, which only
-        ranks of one machine can tell of each other."""
-        key = f"{self.prefix}/process/{rank}"
-        return own_process.is_gone(self.store.get(key).decode())
 
     def _run(self) -> None:
         try:

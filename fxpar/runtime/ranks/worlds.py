@@ -68,14 +68,11 @@ def current() -> World | None:
     group = _torch.distributed.default_group()
     if group is None:
         return None
-    return _ALL.get(group) or _all_ranks(group)
-
-
-def _all_ranks(group: Any) -> World:
-    life = weakref.ref(group)
-    return _ALL.setdefault(
-        group, World("", range(group.size()), group.rank(), life, life)
-    )
+    if (world := _ALL.get(group)) is None:
+        life = weakref.ref(group)
+        every = World("", range(group.size()), group.rank(), life, life)
+        world = _ALL.setdefault(group, every)
+    return world
 
 
 @contextlib.contextmanager

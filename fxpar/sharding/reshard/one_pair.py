@@ -81,7 +81,8 @@ def search(
     if not mesh.is_shared_equally:
         uneven = (True,) * len(shape)  # on the way, if not at its ends
     problem, dims = _pose(source, target, mesh, room, uneven, front(shape))
-    share = nbytes / _others(source, dims, mesh)
+    others = [axes for d, axes in enumerate(source.dims) if d not in dims]
+    share = nbytes / math.prod(map(mesh.count, others))
     costs = {route: _cost(route, problem, share) for route in _routes(problem, share)}
     cheapest = min(costs, key=costs.__getitem__)
     return _steps(cheapest, dims, source, target, mesh), costs[cheapest]
@@ -97,13 +98,6 @@ def _padding(source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...]) -> 
             largest = shard_sizes.largest(rows, mesh, axes)
             out *= largest * mesh.count(axes) / rows
     return out
-
-
-def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
-    """Return the number of shards along the dims that a problem leaves out."""
-    return math.prod(
-        mesh.count(axes) for d, axes in enumerate(source.dims) if d not in dims
-    )
 
 
 def _pose(

@@ -20,12 +20,12 @@ from fxpar.errors import DeviceError
 from fxpar.fusion import fused_matmul
 from fxpar.fusion.kernels import matmul_run
 from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Epilogue, KernelLaunch
-from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.graph.custom_ops import JOINED
 from fxpar.sharding.cost import hardware_table
 from tests.helpers.kernels import gemm_run_cases as cases
 from tests.helpers.kernels.ahead import TYPES, _usage
 from tests.helpers.kernels.compare_kernels import apart
+from tests.helpers.kernels.shared_memory import virtual
 
 triton = pytest.importorskip("triton")
 

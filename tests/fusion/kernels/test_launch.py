@@ -12,10 +12,11 @@ from fxpar.errors import FxparError
 from fxpar.fusion.kernels import run_fused, run_kernels
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import RegionProgram, Tensor
-from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
+from fxpar.fusion.kernels.symmetric_memory import Unshared
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
+from tests.helpers.kernels.shared_memory import virtual
 
 CPU = torch.device("cpu")
 

@@ -27,10 +27,9 @@ from fxpar.fusion.kernels.symmetric_memory import (
     Provider,
     Unshared,
     region_number,
-    shared_files,
     symmetric,
-    virtual,
 )
+from tests.helpers.kernels.shared_memory import shared_files, virtual
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,11 @@ from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
-from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels import collective_cases as cases
 from tests.helpers.kernels.ahead import RANDOM, TYPES, _usage
 from tests.helpers.kernels.compare_kernels import apart, outlined, traced
+from tests.helpers.kernels.shared_memory import virtual
 
 triton = pytest.importorskip("triton")
 

@@ -34,7 +34,7 @@ from fxpar.fusion.kernels import (
 from fxpar.fusion.kernels.implementations import RANKS
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
-from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
+from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import (
     apart,
@@ -43,6 +43,7 @@ from tests.helpers.kernels.compare_kernels import (
     ulps,
     widened,
 )
+from tests.helpers.kernels.shared_memory import shared_files
 
 c10d = torch.ops._c10d_functional
 GROUP, PROGRAMS, ROUNDS = "group", 4, 3

@@ -18,13 +18,13 @@ from fxpar import _torch
 from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
-from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.graph.builder import Builder
 from fxpar.passes.order.order_collectives import give_outputs
 from fxpar.passes.order.sink_waits import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
+from tests.helpers.kernels.shared_memory import shared_files
 
 c10d = torch.ops._c10d_functional
 GROUP = "0"

@@ -31,9 +31,10 @@ from fxpar.fusion.kernels import (
     symmetric_memory,
 )
 from fxpar.fusion.kernels.matmul_kernel import BIAS
-from fxpar.fusion.kernels.symmetric_memory import Provider, shared_files
+from fxpar.fusion.kernels.symmetric_memory import Provider
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, ulps
+from tests.helpers.kernels.shared_memory import shared_files
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
 LATE, HELD = 0.1, 5.0  # seconds
