@@ -52,6 +52,17 @@ def fused_matmul_reduce_scatter(
     return result.contiguous()
 
 
+def _registry() -> Any:
+    """Return torch's module of process groups by name."""
+    return torch.distributed.distributed_c10d
+
+
+def _resolved(name: str) -> Any:
+    """Return the process group of a name; raises one of several errors if there is
+    none."""
+    return _registry()._resolve_process_group(name)
+
+
 def default_group() -> Any:
     """Return the default process group, or None before there is one."""
     import torch.distributed as dist
@@ -85,8 +96,7 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
     """Make a process group of these ranks of the default one, under a name that none
     had. They alone call this, at any time, whatever other groups these or other ranks
     make."""
-    module: Any = torch.distributed.distributed_c10d
-    default = default_group()
+    module, default = _registry(), default_group()
     # torch would count groups for a name, and some ranks are in more than others; split
     # NCCL's communicator, which takes all ranks.
     plain, device = module._process_group_name, default.bound_device_id
@@ -108,29 +118,20 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
 
 def group_size(name: str) -> int:
     """Return the number of members of the process group of a name."""
-    from torch.distributed import distributed_c10d
-
-    registry: Any = distributed_c10d
-    return int(registry._resolve_process_group(name).size())
+    return int(_resolved(name).size())
 
 
 def group_store(name: str) -> tuple[Any, int, int]:
     """Return the key-value store of a process group, this rank in it, and its
     members."""
-    from torch.distributed import distributed_c10d
-
-    registry: Any = distributed_c10d
-    group = registry._resolve_process_group(name)
+    group, registry = _resolved(name), _registry()
     return registry._get_process_group_store(group), group.rank(), group.size()
 
 
 def group_named(name: str) -> Any:
     """Return the process group of a name; None if there is none."""
-    from torch.distributed import distributed_c10d
-
-    registry: Any = distributed_c10d
     try:
-        return registry._resolve_process_group(name)
+        return _resolved(name)
     except (RuntimeError, ValueError, LookupError):
         return None
 
@@ -196,9 +197,7 @@ def forget_meshes() -> None:
 
 def default_store() -> Any:
     """Return the key-value store that the default process group was started with."""
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store()
+    return _registry()._get_default_store()
 
 
 def same_store(store: Any) -> Any:
@@ -261,7 +260,6 @@ def _define_messages() -> None:
     if not dist.is_available() or hasattr(c10d, "isend"):
         return
     lib = torch.library.Library("_c10d_functional", "FRAGMENT")
-    functions: Any = dist.distributed_c10d
 
     def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
         torch._C._distributed_c10d._register_work(tensor, work)
@@ -270,12 +268,12 @@ def _define_messages() -> None:
     def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
         # A copy: compiled code does not know that it must keep what is sent.
         buffer = [tensor.clone(memory_format=torch.contiguous_format)]
-        work = functions._resolve_process_group(group).send(buffer, dst, tag)
+        work = _resolved(group).send(buffer, dst, tag)
         return noted(work, tensor.new_empty(0))
 
     def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
         buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        work = functions._resolve_process_group(group).recv([buffer], src, tag)
+        work = _resolved(group).recv([buffer], src, tag)
         return noted(work, buffer)
 
     def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
@@ -295,9 +293,7 @@ def _define_messages() -> None:
 
 def place_in(group: str) -> int:
     """Return this process's place among the members of a group."""
-    registry: Any = torch.distributed.distributed_c10d
-    place: int = registry._resolve_process_group(group).rank()
-    return place
+    return int(_resolved(group).rank())
 
 
 # (rank of the process, why it did not get through) -> the error to raise instead.
@@ -335,8 +331,7 @@ def _start(
     until: torch.Tensor,
     failed: Failed,
 ) -> None:
-    registry: Any = torch.distributed.distributed_c10d
-    members = registry._resolve_process_group(group)
+    members = _resolved(group)
 
     def explained(wait: Callable[[], Any]) -> Any:
         try:
@@ -377,9 +372,7 @@ def name_axes(sizes: Mapping[str, int] | None) -> None:
     """Let names of axes stand for process groups of these sizes, in functional
     collectives that are traced; None: no longer. Names of no group at all stand for one
     rank meanwhile: errors in them are reported once there is a graph."""
-    from torch.distributed import distributed_c10d
-
-    registry: Any = distributed_c10d
+    registry = _registry()
     resolve = getattr(registry._resolve_process_group, "without_axes", None)
     if sizes is None:
         if resolve is not None:

@@ -53,25 +53,12 @@ def setting_types() -> dict[str, Any]:
     return {name: module.get_type(name) for name in module.get_config_copy()}
 
 
-def inductor_seeds() -> Any:
-    """Return Inductor's ``inductor_seeds(count, device)``."""
+def inductor_prim(name: str) -> Any:
+    """Return Inductor's ``seeds(count, device)``, ``random(size, seed, mode)`` or
+    ``randint(low, high, size, seed)``, which the import registers."""
     from torch._inductor import inductor_prims
 
-    return inductor_prims.seeds
-
-
-def inductor_random() -> Any:
-    """Return Inductor's ``inductor_random(size, seed, mode)``."""
-    from torch._inductor import inductor_prims
-
-    return inductor_prims.random
-
-
-def inductor_randint() -> Any:
-    """Return Inductor's ``inductor_randint(low, high, size, seed)``."""
-    from torch._inductor import inductor_prims
-
-    return inductor_prims.randint
+    return getattr(inductor_prims, name)
 
 
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:

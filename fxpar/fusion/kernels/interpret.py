@@ -140,7 +140,7 @@ def op_of(name: str) -> Callable[..., Any]:
     if name in _INSTEAD:
         return _INSTEAD[name]
     if name.startswith("prims."):
-        _torch.inductor.inductor_seeds()  # Inductor registers some of them
+        _torch.inductor.inductor_prim("seeds")  # Inductor registers some of them
     op: Any = torch.ops
     for part in name.split("."):
         op = getattr(op, part)

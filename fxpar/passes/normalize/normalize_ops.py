@@ -118,13 +118,13 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _torch.inductor.inductor_seeds():
+        if node.target is _torch.inductor.inductor_prim("seeds"):
             op, args = torch.ops.fxpar.seeds.default, node.args
-        elif node.target is _torch.inductor.inductor_random():
+        elif node.target is _torch.inductor.inductor_prim("random"):
             size, seed, mode = node.args[:3]
             op = torch.ops.fxpar.random.default
             args = (size, seed, mode, list(size), [0] * len(size))
-        elif node.target is _torch.inductor.inductor_randint():
+        elif node.target is _torch.inductor.inductor_prim("randint"):
             low, high, size, seed = node.args[:4]
             op = torch.ops.fxpar.randint.default
             args = (low, high, size, seed, list(size), [0] * len(size))

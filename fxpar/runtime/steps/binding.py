@@ -316,17 +316,17 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
     """
     target, value = node.target, node.meta.get("val")
     if target is torch.ops.fxpar.seeds.default:
-        return _torch.inductor.inductor_seeds(), args
+        return _torch.inductor.inductor_prim("seeds"), args
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return target, args
     if target is torch.ops.fxpar.random.default:
         size, seed, mode, whole, _ = args
         if list(size) == list(whole):
-            return _torch.inductor.inductor_random(), (size, seed, mode)
+            return _torch.inductor.inductor_prim("random"), (size, seed, mode)
     elif target is torch.ops.fxpar.randint.default:
         low, high, size, seed, whole, _ = args
         if list(size) == list(whole):
-            return _torch.inductor.inductor_randint(), (low, high, size, seed)
+            return _torch.inductor.inductor_prim("randint"), (low, high, size, seed)
     return target, args
 
 

@@ -71,7 +71,7 @@ def test_halves_are_used_in_turn_and_grow() -> None:
 
 def test_files_leave_no_names(monkeypatch) -> None:
     token = uuid.uuid4()
-    monkeypatch.setattr(symmetric_memory.uuid, "uuid4", lambda: token)
+    monkeypatch.setattr(uuid, "uuid4", lambda: token)
     provider = shared_files(dist.HashStore(), 0, 1, name="alone")
     space = provider.workspace(1 << 10)
     assert space.buffers[0] == space.own.data_ptr()
