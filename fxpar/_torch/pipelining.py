@@ -7,6 +7,7 @@ a list of actions for each rank. Never: runs a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,34 +49,10 @@ def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
     return [_actions(table[rank]) for rank in range(places)]
 
 
-def looped_bfs(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of ``gpipe`` with several stages a rank, one stage after the
-    other (``ScheduleLoopedBFS``)."""
-    return _rank_tables("ScheduleLoopedBFS", places, parts, rounds)
-
-
-def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of 1F1B with several stages a rank
-    (``ScheduleInterleaved1F1B``)."""
-    return _rank_tables("ScheduleInterleaved1F1B", places, parts, rounds)
-
-
-def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of 1F1B with gradients of weights where a rank would wait
-    (``ScheduleInterleavedZeroBubble``)."""
-    return _rank_tables("ScheduleInterleavedZeroBubble", places, parts, rounds)
-
-
-def zbv(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of ``zero_bubble`` with two stages a rank, in a V
-    (``ScheduleZBVZeroBubble``)."""
-    return _rank_tables("ScheduleZBVZeroBubble", places, parts, rounds)
-
-
-def dual_pipe_v(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of forwards of one stage that overlap with backwards of the
-    other, with two stages a rank, forth and back (``ScheduleDualPipeV``)."""
-    return _rank_tables("ScheduleDualPipeV", places, parts, rounds)
+def rank_tables(name: str) -> Callable[[int, int, int], list[list[Action]]]:
+    """Return a function of places, parts and rounds: the actions of torch's
+    ``Schedule{name}``."""
+    return partial(_rank_tables, f"Schedule{name}")
 
 
 def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:

@@ -108,11 +108,6 @@ def substituted(x: Any, value_of: Mapping[str, Any]) -> Any:
     return _computed(x.node.expr, values.__getitem__, lambda op, *args: op(*args))
 
 
-def is_number(x: Any) -> bool:
-    """Return whether ``x`` is a symbolic number."""
-    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def _operators() -> dict[Any, Callable[..., Any]]:
     import sympy
     from torch.utils._sympy import functions

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpar._torch import pipelining
+from fxpar._torch.pipelining import gpipe, one_f_one_b, rank_tables
 from fxpar.errors import PlanError
 from fxpar.sharding.pipeline_axis import homes
 
@@ -67,18 +67,20 @@ class PipelineSchedule:
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(pipelining.gpipe, 1, fills=True),
-    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1, fills=True),
-    "looped_bfs": PipelineSchedule(pipelining.looped_bfs, 2),
+    "gpipe": PipelineSchedule(gpipe, 1, fills=True),
+    "1f1b": PipelineSchedule(one_f_one_b, 1, fills=True),
+    "looped_bfs": PipelineSchedule(rank_tables("LoopedBFS"), 2),
     "interleaved": PipelineSchedule(
-        pipelining.interleaved, 2, of_any_number="looped_bfs"
+        rank_tables("Interleaved1F1B"), 2, of_any_number="looped_bfs"
     ),
-    "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1),
+    "zero_bubble": PipelineSchedule(rank_tables("InterleavedZeroBubble"), 1),
     "interleaved_zero_bubble": PipelineSchedule(
-        pipelining.zero_bubble, 2, of_any_number="looped_bfs"
+        rank_tables("InterleavedZeroBubble"), 2, of_any_number="looped_bfs"
     ),
-    "zbv": PipelineSchedule(pipelining.zbv, 2, "v"),
-    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v", of_any_number="zbv"),
+    "zbv": PipelineSchedule(rank_tables("ZBVZeroBubble"), 2, "v"),
+    "dualpipev": PipelineSchedule(
+        rank_tables("DualPipeV"), 2, "v", of_any_number="zbv"
+    ),
 }
 
 # The schedules of "auto" where forward and backward are one program, and where they are
