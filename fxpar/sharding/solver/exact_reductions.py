@@ -1,13 +1,11 @@
 """Reduces a Network exactly: to a smaller one with the same least cost.
 
-In: a Network, changed in place: dominated strategies removed, nodes that another one
-decides merged into it, nodes of degree up to two without memory eliminated. Out: the
-smaller Network, with the eliminated nodes on its trail. Never: changes the least cost,
-or guesses.
+In: a Network, changed in place: nodes that another one decides merged into it, nodes of
+degree up to two without memory eliminated. Out: the smaller Network, with the
+eliminated nodes on its trail. Never: changes the least cost, or guesses.
 
 Elimination of nodes of degree 0, 1 and 2: Scholz and Eckstein, "Register allocation for
-irregular architectures", LCTES 2002 (R0, RI, RII). Dominance: Goldstein, "Efficient
-rotamer elimination", Biophysical Journal 66, 1994.
+irregular architectures", LCTES 2002 (R0, RI, RII).
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ from functools import partial
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.network import Network, Row, Tables, consistent
+from fxpar.sharding.solver.network import Network, Row, consistent
 
-# Largest (K_j, K_k, K_i) block the elimination of a node of degree two may cost, and
-# largest (K, K, K_j) block a comparison of strategies may.
+# Largest (K_j, K_k, K_i) block the elimination of a node of degree two may cost.
 _BLOCK = 2_000_000
 # Seconds of work: of a look at a node, of an entry of a block.
 _VISIT, _ENTRY = 5e-5, 5e-9
 
 
-def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:
+def reduce(net: Network, deadline: float) -> None:
     """Reduce in place until nothing applies or the work passes ``deadline``."""
     queued = set(net.alive)
     while queued:
@@ -37,7 +34,7 @@ def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:
                 return
             if i in net.alive:
                 work_clock.did(_VISIT)
-                queued |= _reduce_node(net, i, dominance)
+                queued |= _reduce_node(net, i)
 
 
 def forbid_above(net: Network, cost: float) -> None:
@@ -69,11 +66,9 @@ def _cut(table: np.ndarray, top: float) -> np.ndarray:
     return np.where(table > top, np.inf, table)
 
 
-def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
+def _reduce_node(net: Network, i: int) -> set[int]:
     """Apply the reductions that one node allows; return the nodes to look at again."""
     revisit: set[int] = set()
-    if dominance and net.size(i) > 1 and _dominate(net, i):
-        revisit |= _around(net, {i} | _changed(net, i))
     _settle_rows(net, i)
     neighbors = set(net.adj[i])
     if net.size(i) == 1:
@@ -87,8 +82,6 @@ def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
         j, k = neighbors
         revisit |= _around(net, consistent(net, (), [(j, k)]))
     else:
-        if len(neighbors) == 1 and _thin_leaf(net, i):
-            revisit |= _around(net, consistent(net, (), [(i, j) for j in neighbors]))
         leader = _leader(net, i)
         if leader is None:
             return revisit
@@ -96,12 +89,6 @@ def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
         edges = [(leader, j) for j in net.adj[leader] if j in neighbors]
         revisit |= _around(net, consistent(net, (), edges))
     return revisit | neighbors | _around(net, consistent(net, neighbors))
-
-
-def _changed(net: Network, i: int) -> set[int]:
-    """Remove strategies of others that a node's lost ones made impossible; return their
-    nodes."""
-    return consistent(net, (), [(i, j) for j in net.adj[i]])
 
 
 def _around(net: Network, nodes: set[int]) -> set[int]:
@@ -124,56 +111,6 @@ def _settle_rows(net: Network, i: int) -> None:
         if usage.max() > least:
             varying.append((a, b, usage - least))
     net.rows[i] = varying
-
-
-def _dominate(net: Network, i: int) -> bool:
-    """Remove strategies another one replaces at no cost and no more memory, whatever
-    the neighbours choose; return whether any was removed."""
-    cost, neighbors = net.unary[i], tuple(net.adj[i].values())
-    size = len(cost)
-    if any(size * size * table.shape[1] > _BLOCK for table in neighbors):
-        return False
-    usages = tuple(usage for _, _, usage in net.rows[i])
-    key = (cost.tobytes(), *map(id, neighbors), *(usage.tobytes() for usage in usages))
-    make = partial(_undominated, net.tables, cost, neighbors, usages)
-    stays = net.tables.once(("stays", len(neighbors), *key), neighbors, make)
-    if len(stays) == size:
-        return False
-    net.keep(i, stays)
-    return True
-
-
-def _undominated(
-    tables: Tables,
-    cost: np.ndarray,
-    neighbors: tuple[np.ndarray, ...],
-    usages: tuple[np.ndarray, ...],
-) -> np.ndarray:
-    """Return the positions of strategies that stay; ``neighbors``: the tables of a
-    node's edges."""
-    # saved[a, b]: the least that b instead of a saves.
-    saved = cost[:, None] - cost[None, :]
-    for table in neighbors:
-        saved = saved + tables.once(("gap", id(table)), table, partial(_gap, table))
-    better = saved >= 0
-    for usage in usages:
-        better &= usage[:, None] >= usage[None, :]
-    np.fill_diagonal(better, False)
-    stays = np.ones(len(cost), bool)
-    # One at a time: equals must not remove each other.
-    for a in np.flatnonzero(better.any(1))[::-1].tolist():
-        stays[a] = not (better[a] & stays).any()
-    return np.flatnonzero(stays)
-
-
-def _gap(table: np.ndarray) -> np.ndarray:
-    """Return (K, K): the least of row a minus row b over columns where a is allowed."""
-    work_clock.did(_ENTRY * len(table) * table.size)
-    out = np.empty((len(table), len(table)))
-    for a, row in enumerate(table):
-        allowed = np.isfinite(row)
-        out[a] = (row[allowed] - table[:, allowed]).min(1, initial=np.inf)
-    return out
 
 
 def _fold(net: Network, i: int) -> None:
@@ -251,33 +188,6 @@ def _eliminate_link(net: Network, i: int) -> None:
 
     net.trail.append(undo)
     net.connect(j, k, table)
-
-
-def _thin_leaf(net: Network, i: int) -> bool:
-    """Forbid a leaf's answers that cost and occupy no less than another answer does;
-    return whether there were any."""
-    ((j, table),) = net.adj[i].items()
-    total = net.tables.flip(table) + net.unary[i]  # (K_j, K_i)
-    size = net.size(i)
-    if size * size * net.size(j) > _BLOCK:
-        return False
-    work_clock.did(_ENTRY * 4 * size * size * net.size(j))
-    less = np.ones((size, size), bool)  # [a, b]: b occupies no more than a
-    for _, _, usage in net.rows[i]:
-        less &= usage[:, None] >= usage[None, :]
-    order = np.arange(size)
-    first = ~(less.T & (order[:, None] <= order[None, :]))
-    cheaper = total[:, :, None] > total[:, None, :]
-    equal = total[:, :, None] == total[:, None, :]
-    beaten = ((cheaper | (equal & first)) & less).any(2) & np.isfinite(total)
-    if not beaten.any():
-        return False
-    key = ("thin", id(table), beaten.tobytes())
-    flipped = net.tables.flip(table)
-    thin = net.tables.once(key, table, lambda: np.where(beaten, np.inf, flipped))
-    net.disconnect(i, j)
-    net.connect(j, i, thin)
-    return True
 
 
 def _leader(net: Network, i: int) -> int | None:

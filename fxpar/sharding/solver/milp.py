@@ -150,9 +150,9 @@ def _first_rows(flat: Flat) -> np.ndarray:
     return np.zeros(0, np.int64)
 
 
-def _exceeded(flat: Flat, choice: np.ndarray, most: int = 40) -> np.ndarray:
-    """Return rows a choice exceeds: local peaks of the excess, largest first, ``most``
-    of them."""
+def _exceeded(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """Return rows a choice exceeds: local peaks of the excess, the 40 largest, largest
+    first."""
     used = usage_of(flat, choice)
     if fits(flat, used):
         return np.zeros(0, np.int64)
@@ -160,7 +160,7 @@ def _exceeded(flat: Flat, choice: np.ndarray, most: int = 40) -> np.ndarray:
     padded = np.concatenate([[-np.inf], over, [-np.inf]])
     peaks = (over > flat.slack) & (over >= padded[:-2]) & (over > padded[2:])
     where = np.flatnonzero(peaks)
-    return where[np.argsort(-over[where], kind="stable")][:most]
+    return where[np.argsort(-over[where], kind="stable")][:40]
 
 
 def _read(flat: Flat, x: np.ndarray) -> np.ndarray:

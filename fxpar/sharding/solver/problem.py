@@ -83,7 +83,6 @@ class Solution:
     bound: float  # no choice costs less
     gap: float  # (cost - bound) / |cost|
     seconds: float
-    feasible: bool  # whether it fits the limit
     peak: float  # the most memory in use at any time
     notes: tuple[SolverPhase, ...] = ()  # the log
     # (time, price of a unit of memory there), where the bound has prices.
@@ -149,15 +148,16 @@ def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
 
 
 def largest_at(
-    problem: Problem, choice: Sequence[int], time: int, count: int = 5
+    problem: Problem, choice: Sequence[int], time: int
 ) -> list[tuple[int, float]]:
-    """Return (node, usage) of the entries that occupy most at a time, largest first."""
+    """Return (node, usage) of the 5 entries that occupy most at a time, largest
+    first."""
     live = [
         (m.node, float(m.usage[choice[m.node]]))
         for m in problem.memory
         if m.begin <= time < m.end
     ]
-    return sorted(live, key=lambda item: (-item[1], item[0]))[:count]
+    return sorted(live, key=lambda item: (-item[1], item[0]))[:5]
 
 
 def tie(problem: Problem) -> tuple[Problem, list[int]]:

@@ -100,7 +100,6 @@ class Search:
             bound,
             gap,
             time.perf_counter() - self.begun,
-            True,
             peak(self.problem, self.choice)[0],
             tuple(self.notes),
             self.prices,

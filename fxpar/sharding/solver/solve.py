@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fxpar.sharding.solver import (
-    crossover,
     lagrangian,
     message_passing,
     milp,
@@ -49,7 +48,6 @@ _MIXED = 6
 def solve(
     problem: Problem,
     seconds: float = 10.0,
-    certify_seconds: float | None = None,
     *,
     seed: int = 0,
     fixed: Mapping[int, int] | None = None,
@@ -59,12 +57,11 @@ def solve(
 ) -> Solution:
     """Return the cheapest choice that fits, found in at most ``seconds`` of work.
 
-    ``certify_seconds``: how many of them a bound may take while a choice could still be
-    improved (a quarter by default). ``fixed``: nodes pinned to a strategy. ``start``: a
-    known choice to improve on. Ends early once the gap is within ``tolerance``, or the
-    bound reaches ``enough``. The same problem and ``seed`` have the same answer, unless
-    wall-clock time far above it ended it (``Solution.stopped``). The first call on a
-    machine also compiles the inner loops, which is not counted.
+    ``fixed``: nodes pinned to a strategy. ``start``: a known choice to improve on. Ends
+    early once the gap is within ``tolerance``, or the bound reaches ``enough``. The
+    same problem and ``seed`` have the same answer, unless wall-clock time far above it
+    ended it (``Solution.stopped``). The first call on a machine also compiles the inner
+    loops, which is not counted.
 
     Raises Infeasible if nothing is allowed or nothing that fits was found.
     """
@@ -72,7 +69,6 @@ def solve(
     with work_clock.within(seconds):
         search = Search(problem, seconds, tolerance)
         search.enough = enough
-        certify = seconds / 4 if certify_seconds is None else certify_seconds
         net = build(problem, fixed)
         if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
             search.offer(start)
@@ -85,7 +81,7 @@ def solve(
         if not search.closed() and search.seconds_left() > 0:
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
             search.note("reduce")
-            _core(search, net, certify, seed)
+            _core(search, net, seconds / 4, seed)
         return search.result()
 
 
@@ -127,7 +123,8 @@ def resolve(
 
 
 def _core(search: Search, net: Network, certify: float, seed: int) -> None:
-    """Run the phases after reduction."""
+    """Run the phases after reduction. ``certify``: seconds that a bound may take while
+    a choice could still be improved."""
     flat = flatten(net)
     if not len(flat.size):
         if fits(flat, np.zeros(len(flat.room))):
@@ -167,15 +164,10 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
 
 
 def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -> None:
-    """Take the bound and choice that prices have brought, and mixtures of the choices
-    met."""
+    """Take the bound and choice that prices have brought."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
-    choice = inside(search, net, flat)
-    if choice is not None and not search.closed():
-        until = work_clock.now() + 0.05 * search.seconds_left()
-        offer(search, net, flat, crossover.mix(flat, choice, priced.decodings, until))
 
 
 def _is_repetitive(problem: Problem) -> bool:
@@ -261,8 +253,7 @@ def pass_pruned(
         for i in range(len(flat.size)):
             net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
         now = work_clock.now()
-        # Finding dominated strategies costs more here than it saves.
-        reduce(net, now + 0.5 * (deadline - now), dominance=False)
+        reduce(net, now + 0.5 * (deadline - now))
     except Infeasible:  # ``upper`` is the optimum, but for rounding
         return choice, max(bound, upper)
     core = flatten(net)
@@ -283,16 +274,16 @@ def _mixed(
     to: Sequence[int],
     prices: Sequence[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
-    """Offer mixtures of choices met with tied nodes as one, where that is quick, and
-    return the prices found there: at one price layers are all one way or all the
-    other."""
+    """Offer the best combination of choices met with tied nodes as one, and return the
+    prices found there: at one price layers are all one way or all the other."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = flatten(core)
     if not len(tied.room):
         return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
-    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
+    begin = lagrangian.prices_at(tied, prices)
+    priced = lagrangian.raise_prices(tied, until, prices=begin)
     flat = flatten(net)
     mixtures = []
     for choice in priced.decodings[:_MIXED]:
@@ -300,9 +291,6 @@ def _mixed(
         mixtures.append(project(net, flat, [wide[k] for k in to]))
     best = inside(search, net, flat)
     if best is not None:
-        until = work_clock.now() + 0.1 * search.seconds_left()
-        best = crossover.mix(flat, best, mixtures, until, crossover.layers(flat, to))
-        offer(search, net, flat, best)
         until = work_clock.now() + 0.15 * search.seconds_left()
         offer(
             search, net, flat, neighborhood_search.combine(flat, best, mixtures, until)

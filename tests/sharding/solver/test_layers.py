@@ -15,7 +15,6 @@ from fxpar.sharding.solver import (
     Infeasible,
     Live,
     Problem,
-    crossover,
     evaluate,
     lagrangian,
     neighborhood_search,
@@ -24,7 +23,7 @@ from fxpar.sharding.solver import (
 )
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from tests.helpers.solver_problems import brute, layered, small
+from tests.helpers.solver_problems import layered, small
 
 SEEDS = range(60)
 
@@ -43,105 +42,6 @@ def pairs(memory: bool) -> Iterator[tuple[Flat, np.ndarray, np.ndarray]]:
         random = np.random.default_rng(seed)
         if len(flat.size):
             yield flat, random.integers(0, flat.size), random.integers(0, flat.size)
-
-
-def test_cuts_cost_what_their_choices_cost() -> None:
-    random, tried, forbidden = np.random.default_rng(0), 0, 0
-    for flat, a, b in pairs(memory=False):
-        order = random.permutation(np.flatnonzero(a != b))
-        place = np.full(len(a), len(order))
-        place[order] = np.arange(len(order))
-        costs = crossover.cut_costs(flat, a, b, place, len(order))
-        for mark in range(len(order) + 1):
-            right = cost_of(flat, np.where(place < mark, b, a))
-            assert costs[mark] == pytest.approx(right)
-            tried, forbidden = tried + 1, forbidden + (right == math.inf)
-    assert tried > 100 and 10 < forbidden < tried / 2
-
-
-def chain(layers: int) -> Problem:
-    """A training step: forwards 0, 1, ..., what is in between, then backwards from the
-    last to the first, each beside its forward; of which one alone is first."""
-    middle, last = layers + 1, 2 * layers + 1
-    forward = [(k, k + 1) for k in range(last)]
-    beside = [(k, last + 1 - k) for k in range(1, layers + 1)]
-    tied = [0, *[1] * layers, middle, *[middle + 1] * layers]
-    table = np.array([[0.0, 1.0], [1.0, 0.0]])
-    edges = tuple(Edge(i, j, 0) for i, j in forward + beside)
-    costs = tuple(np.zeros(2) for _ in tied)
-    return Problem(costs, edges, (table,), (), None, tuple(tied))
-
-
-def test_a_backward_is_of_the_layer_of_its_forward() -> None:
-    problem = chain(5)
-    found = crossover.layers(flatten(build(problem)), problem.tied).tolist()
-    forward, backward = found[1:6], found[7:][::-1]
-    assert forward == backward
-    assert forward in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0])
-    assert found[0] == found[6] == -1
-
-
-def test_layers_of_a_chain_are_in_order() -> None:
-    problem = layered(4, 3, 2)
-    found = crossover.layers(flatten(build(problem)), problem.tied)
-    assert found.tolist() in (
-        [k // 3 for k in range(12)],
-        [3 - k // 3 for k in range(12)],
-    )
-
-
-def ends(problem: Problem, flat: Flat) -> tuple[np.ndarray, np.ndarray]:
-    """(the cheapest choice, one that occupies least) of a layered problem."""
-    free = solve(replace(problem, limit=None), 10.0)
-    usages: dict[int, np.ndarray] = {m.node: m.usage for m in problem.memory}
-    least = [int(np.argmin(usages[i])) for i in range(len(problem.costs))]
-    assert len(flat.size) == len(problem.costs)
-    return np.array(free.choice), np.array(least)
-
-
-@pytest.mark.parametrize("limit", [0.4, 0.6, 0.8])
-def test_a_mixture_is_the_best_cut_between_layers(limit: float) -> None:
-    problem = layered(8, 2, 3, limit=limit, noise=0.2)
-    flat = flatten(build(problem))
-    cheap, least = ends(problem, flat)
-    layer = crossover.layers(flat, problem.tied)
-    assert fits(flat, usage_of(flat, least)) and not fits(flat, usage_of(flat, cheap))
-    cuts = [
-        np.where(layer < mark, a, b)
-        for mark in range(9)
-        for a, b in ((cheap, least), (least, cheap))
-    ]
-    best = min(cost_of(flat, c) for c in cuts if fits(flat, usage_of(flat, c)))
-    mixed = crossover.mix(flat, least, [cheap], soon(), layer)
-    assert fits(flat, usage_of(flat, mixed))
-    assert cost_of(flat, mixed) <= best + 1e-9
-    assert best < cost_of(flat, least)
-
-
-def test_a_cut_has_two_sides() -> None:
-    """What gains most is last, and a change of ways in between costs something."""
-    gains, usage = [1.0, 1.0, 5.0, 5.0], np.array([0.0, 1.0])
-    costs = tuple(np.array([gain, 0.0]) for gain in gains)
-    edges = tuple(Edge(k, k + 1, 0) for k in range(3))
-    apart = 0.5 * (1 - np.eye(2))
-    memory = tuple(Live(k, 0, 9, usage) for k in range(4))
-    flat = flatten(build(Problem(costs, edges, (apart,), memory, 2.0)))
-    mixed = crossover.mix(
-        flat, np.zeros(4, int), [np.ones(4, int)], soon(), np.arange(4)
-    )
-    assert mixed.tolist() == [0, 0, 1, 1]
-
-
-def test_others_are_mixed_though_the_best_known_choice_meets_none() -> None:
-    known, ways = 2, np.full((3, 3), np.inf)
-    ways[:2, :2] = ways[known, known] = 0.0
-    costs = (np.array([1.0, 4.0, 3.0]),) * 4
-    memory = tuple(Live(k, 0, 9, np.array([1.0, 0.0, 0.0])) for k in range(4))
-    edges = tuple(Edge(k, k + 1, 0) for k in range(3))
-    flat = flatten(build(Problem(costs, edges, (ways,), memory, 3.0)))
-    choice, *others = (np.full(4, way) for way in (known, 0, 1))
-    assert cost_of(flat, crossover.mix(flat, choice, others[:1], soon())) == 12.0
-    assert cost_of(flat, crossover.mix(flat, choice, others, soon())) == 7.0
 
 
 def test_combined_choices_are_the_best_of_all_combinations() -> None:
@@ -175,30 +75,6 @@ def test_what_is_combined_are_the_first_of_the_others() -> None:
     assert found is not None and found.tolist() == [count]
 
 
-def test_prices_of_columns_prove_no_more_than_is_true() -> None:
-    met = tight = equal = 0
-    for seed in SEEDS:
-        problem = small(seed, memory=True)
-        best, _ = brute(problem)
-        if best == math.inf:
-            continue
-        flat = flatten(build(problem))
-        if not len(flat.room) or not len(flat.size):
-            continue
-        priced = lagrangian.generate(flat, soon(), np.zeros(len(flat.room)))
-        assert (priced.prices >= 0).all()
-        assert priced.bound <= best + 1e-9 * (1 + abs(best)), seed
-        if priced.choice is not None:
-            assert fits(flat, usage_of(flat, priced.choice))
-            assert priced.cost == pytest.approx(cost_of(flat, priced.choice))
-            assert priced.cost >= best - 1e-9 * (1 + abs(best))
-            equal += priced.cost <= best + 1e-9 * (1 + abs(best))
-        slow = lagrangian.raise_prices(flat, work_clock.now() + 0.05)
-        scale = 1e-3 * (1 + abs(best))
-        met, tight = met + 1, tight + (priced.bound >= slow.bound - scale)
-    assert met > 20 and tight > 0.9 * met and equal > met / 2
-
-
 def test_choices_that_fit_and_that_do_not_come_in_turn_the_best_first() -> None:
     costs, usage = np.array([0.0, 1.0, 2.0, 1.5]), np.array([10.0, 3.0, 0.0, 8.0])
     problem = Problem((costs,), (), (), (Live(0, 0, 1, usage),), 5.0)
@@ -223,14 +99,7 @@ def knapsack(layers: int) -> Problem:
     return Problem(costs, edges, (apart,), memory, 7.0 * layers, tied)
 
 
-@pytest.mark.parametrize("without", [None, "mix", "combine"])
-def test_some_layers_are_one_way_and_the_rest_the_other(
-    without: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if without == "mix":
-        monkeypatch.setattr(crossover, "mix", lambda flat, choice, *rest: choice)
-    if without == "combine":
-        monkeypatch.setattr(neighborhood_search, "combine", lambda *rest: None)
+def test_some_layers_are_one_way_and_the_rest_the_other() -> None:
     problem = knapsack(10)
     found = solve(problem, 10.0)
     one = next(note for note in found.notes if note.name == "layers as one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fxpar.sharding.solver import Edge, Live, Problem, evaluate
 from fxpar.sharding.solver.exact_reductions import reduce
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
-from fxpar.sharding.solver.network import build
+from fxpar.sharding.solver.network import Tables, build
 from tests.helpers.solver_problems import brute
 
 
@@ -66,13 +67,12 @@ def test_what_differs_is_not_shared(differs: str, limited: bool) -> None:
 
 
 def test_what_is_alike_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
+    made, real = [], Tables.once
 
-    module = importlib.import_module("fxpar.sharding.solver.exact_reductions")
-    made, real = [], module._undominated
-    monkeypatch.setattr(
-        module, "_undominated", lambda *given: made.append(1) or real(*given)
-    )
+    def once(self: Tables, key: tuple, sources: object, make: Any) -> Any:
+        return real(self, key, sources, lambda: made.append(1) or make())
+
+    monkeypatch.setattr(Tables, "once", once)
     counts = []
     for differs in ("nothing", "costs"):
         made.clear()
