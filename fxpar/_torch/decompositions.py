@@ -115,11 +115,7 @@ def _unfold_backward(
 
 
 def _weight_norm_backward(
-    grad: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    norm: torch.Tensor,
-    dim: int,
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
     over = [d for d in range(v.dim()) if d != dim % v.dim()]

@@ -34,11 +34,7 @@ from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.caches.received_files import take_kernels
-from fxpar.runtime.calls.open_sizes import (
-    DivisorsAsked,
-    OpenSizesRefused,
-    refusal_of,
-)
+from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current

@@ -115,11 +115,7 @@ def _level(points_of: dict[str, list[Point]]) -> Level:
     kinds = {k: fit_collective(k, points) for k, points in points_of.items() if points}
     usual = kinds.get("all_reduce") or next(iter(kinds.values()))
     return Level(
-        0,
-        usual.bandwidth,
-        usual.latency,
-        usual.overhead,
-        kinds=tuple(kinds.items()),
+        0, usual.bandwidth, usual.latency, usual.overhead, kinds=tuple(kinds.items())
     )
 
 

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar.errors import (
-    InputMismatchError,
-    warn,
-)
+from fxpar.errors import InputMismatchError, warn
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import check_devices

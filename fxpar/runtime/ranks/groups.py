@@ -367,9 +367,7 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
     key = mesh.axes, device_type
     if key not in meshes:
         meshes[key] = init_device_mesh(
-            device_type,
-            tuple(size for _, size in mesh.axes),
-            mesh_dim_names=mesh.names,
+            device_type, tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names
         )
     return meshes[key]
 

@@ -593,9 +593,7 @@ def _reducer() -> _Reducer:
     return _REDUCERS.setdefault(_torch.distributed.default_group(), _Reducer())
 
 
-def _parameters(
-    modules: Mapping[str, nn.Module],
-) -> Iterable[tuple[str, nn.Parameter]]:
+def _parameters(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
     for prefix, module in modules.items():
         yield from module.named_parameters(prefix)
 

@@ -62,11 +62,7 @@ class Patience:
     """
 
     def __init__(
-        self,
-        presence: Presence,
-        seconds: float,
-        ranks: Sequence[int],
-        channel: str,
+        self, presence: Presence, seconds: float, ranks: Sequence[int], channel: str
     ) -> None:
         """``ranks``: those of the world that waits, by their numbers in the default
         process group; ``channel``: the name of its channel."""

@@ -97,10 +97,7 @@ def works(text: str) -> Iterator[None]:
 def waits(text: str, waits_for: str = "", number: int = 0) -> Iterator[None]:
     """Report inside that this rank waits for others. ``waits_for``: the name of their
     channel; ``number``: that of the meeting."""
-    with (
-        _doing(Answer("waits", text, waits_for, number)),
-        stage(WAIT, nested=True),
-    ):
+    with _doing(Answer("waits", text, waits_for, number)), stage(WAIT, nested=True):
         yield
 
 

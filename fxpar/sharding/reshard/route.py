@@ -179,13 +179,7 @@ class _Versions:
                 self._make(v, settled, reader, output)
         self._make(v, need, reader, output)
 
-    def _keep(
-        self,
-        v: int,
-        need: Spec,
-        reader: int | None,
-        output: int | None,
-    ) -> bool:
+    def _keep(self, v: int, need: Spec, reader: int | None, output: int | None) -> bool:
         """Make a version split along manual axes as the value was made, or along some
         of them, if ``need`` is such a version: along the others it is gathered first.
         Return whether it is."""

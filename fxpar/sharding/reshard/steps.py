@@ -104,9 +104,7 @@ KINDS: dict[str, StepKind] = {
     ),
     # The axes, a minor suffix of the dim, are gathered.
     "all_gather": StepKind(
-        "all_gather {axes} on {d[0]}",
-        lambda k, nbytes: (k - 1) * nbytes,
-        gathered=0,
+        "all_gather {axes} on {d[0]}", lambda k, nbytes: (k - 1) * nbytes, gathered=0
     ),
     # Any change that keeps the local shape: whole shards change ranks.
     "permute": StepKind(

@@ -111,11 +111,7 @@ def start(flat: Flat) -> Messages:
 
 
 def pass_messages(
-    flat: Flat,
-    deadline: float,
-    *,
-    tolerance: float = 1e-9,
-    patience: int = 60,
+    flat: Flat, deadline: float, *, tolerance: float = 1e-9, patience: int = 60
 ) -> tuple[np.ndarray | None, float, float]:
     """Return (cheapest allowed choice met or None, its cost, bound), ignoring memory.
 

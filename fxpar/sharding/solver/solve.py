@@ -320,11 +320,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
 
 
 def _improve(
-    search: Search,
-    net: Network,
-    flat: Flat,
-    unary: np.ndarray,
-    seed: int,
+    search: Search, net: Network, flat: Flat, unary: np.ndarray, seed: int
 ) -> None:
     """Search large neighbourhoods from the best choice; ``unary``: with prices."""
     choice = inside(search, net, flat)
