@@ -282,8 +282,7 @@ def _mixed(
     if not len(tied.room):
         return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
-    begin = lagrangian.prices_at(tied, prices)
-    priced = lagrangian.raise_prices(tied, until, prices=begin)
+    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
     flat = flatten(net)
     mixtures = []
     for choice in priced.decodings[:_MIXED]:

@@ -23,7 +23,7 @@ from fxpar.sharding.solver import (
 )
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from tests.helpers.solver_problems import layered, small
+from tests.helpers.solver_problems import brute, layered, small
 
 SEEDS = range(60)
 
@@ -73,6 +73,30 @@ def test_what_is_combined_are_the_first_of_the_others() -> None:
     others = [np.array([k]) for k in range(1, count + 2)]
     found = neighborhood_search.combine(flat, np.array([0]), others, soon())
     assert found is not None and found.tolist() == [count]
+
+
+def test_prices_of_columns_prove_no_more_than_is_true() -> None:
+    met = tight = equal = 0
+    for seed in SEEDS:
+        problem = small(seed, memory=True)
+        best, _ = brute(problem)
+        if best == math.inf:
+            continue
+        flat = flatten(build(problem))
+        if not len(flat.room) or not len(flat.size):
+            continue
+        priced = lagrangian.generate(flat, soon(), np.zeros(len(flat.room)))
+        assert (priced.prices >= 0).all()
+        assert priced.bound <= best + 1e-9 * (1 + abs(best)), seed
+        if priced.choice is not None:
+            assert fits(flat, usage_of(flat, priced.choice))
+            assert priced.cost == pytest.approx(cost_of(flat, priced.choice))
+            assert priced.cost >= best - 1e-9 * (1 + abs(best))
+            equal += priced.cost <= best + 1e-9 * (1 + abs(best))
+        slow = lagrangian.raise_prices(flat, work_clock.now() + 0.05)
+        scale = 1e-3 * (1 + abs(best))
+        met, tight = met + 1, tight + (priced.bound >= slow.bound - scale)
+    assert met > 20 and tight > 0.9 * met and equal > met / 2
 
 
 def test_choices_that_fit_and_that_do_not_come_in_turn_the_best_first() -> None:
