@@ -48,8 +48,8 @@ class Priced:
     bound: float  # the best bound so far: no choice within memory costs less
     choice: np.ndarray | None  # the cheapest that fits among those met, or None
     cost: float  # cost of that choice; infinite if there is none
-    # Of ``generate`` all decodings that are allowed, by cost at these prices, those that
-    # fit and those that do not in turn.
+    # Of ``generate`` all allowed decodings, by cost at these prices, those that fit and
+    # those that do not in turn.
     decodings: list[np.ndarray] = field(default_factory=list)
 
 
