@@ -33,8 +33,6 @@ from _common import conditions, cpu_seconds, llama, write
 
 from fxpar.sharding.solver import (
     Infeasible,
-    crossover,
-    exact_reductions,
     highs,
     lagrangian,
     message_passing,
@@ -59,22 +57,11 @@ def _no_prices(flat: Any, deadline: float, *given: Any, **also: Any) -> Any:
     return lagrangian.Priced(prices, -math.inf, None, math.inf)
 
 
-def _unchanged(flat: Any, choice: Any, *_: Any, **__: Any) -> Any:
-    return choice
-
-
 # What is put in place of a phase's function, by the phase's name.
 PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "nothing": [],
     "reductions": [
         (sys.modules[f"{solve.__module__}"], "reduce", lambda net, until: None)
-    ],
-    "dominance": [
-        (
-            sys.modules[f"{solve.__module__}"],
-            "reduce",
-            lambda net, until: exact_reductions.reduce(net, until, dominance=False),
-        )
     ],
     "messages": [
         (
@@ -84,11 +71,10 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         )
     ],
     "layers as one": [
-        (sys.modules[f"{solve.__module__}"], "_repeats", lambda problem: False)
+        (sys.modules[f"{solve.__module__}"], "_is_repetitive", lambda problem: False)
     ],
     "prices": [(lagrangian, "raise_prices", _no_prices)],
     "column generation": [(lagrangian, "generate", _no_prices)],
-    "crossover": [(crossover, "mix", _unchanged)],
     "combination": [(neighborhood_search, "combine", lambda *_: None)],
     "pruned messages": [
         (

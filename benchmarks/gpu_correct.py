@@ -30,8 +30,14 @@ from gpu_here import (
 from gpu_programs import BF16, CASES, F32, ONLY_F32, PIECES, TINY, Case, Job, Sizes
 
 from fxpar.fusion.kernels import interpret, matmul_signals, run_fused, run_kernels
-from fxpar.fusion.kernels.matmul_kernel import BIAS, Gemm, Tiles, gemm, signals_of
-from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from fxpar.fusion.kernels.matmul_kernel import (
+    BIAS,
+    Gemm,
+    Tiles,
+    call_of,
+    gemm,
+    signals_of,
+)
 from fxpar.fusion.kernels.symmetric_memory import Provider
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels.shared_memory import virtual
@@ -154,7 +160,7 @@ def one_case(
         ready = prepare(here, made, job, given, playing)
         play(here, made, [arguments for arguments, _ in ready], ours)
         here.sync()
-        got = [run_fused.by_name(made.kernel, writes) for _, writes in ready]
+        got = [run_kernels.by_name(made.kernel, writes) for _, writes in ready]
         want = programs.oracle(here, job, case, given)
         outputs = [t.name for t in job.program.outputs]
         for mine, his in zip(got, want, strict=True):
@@ -198,7 +204,7 @@ def play(here: Here, made: Template, arguments: Any, ours: Sequence[Any]) -> Non
     fork(here, ours)
     for stream, mine in zip(ours, arguments, strict=True):
         with on(here, stream):
-            run_fused.start(made.kernel, mine)
+            run_kernels.call(made.kernel, mine, None)
     meet(here, ours)
 
 
@@ -232,7 +238,7 @@ def repeated(here: Here, case: Case, playing: Sequence[Provider], ours: Any) -> 
     for i in range(here.pick(REPEATS, 6)):
         for rank, stream in enumerate(ours):
             with on(here, stream):
-                run_fused.start(made.kernel, rounds[(i + 4) % 6][rank][0])
+                run_kernels.call(made.kernel, rounds[(i + 4) % 6][rank][0], None)
     here.sync()
     bad = 0
     for k, ready in enumerate(rounds):
@@ -321,14 +327,14 @@ def gathered(
         loaded(here, made, operands, flags, counts, rank)
         here.sync()
         if here.is_gpu:  # else it would wait for what comes behind it
-            launch_gemm(made, operands, flags, counts, rank)
+            call_of(made, operands, flags, counts, rank)()
         with on(here, copier):
             for i in range(1, made.chunks):
                 chunk = (rank + i) % made.chunks
                 places[chunk].copy_(chunks[chunk], non_blocking=True)
                 flags[chunk : chunk + 1].copy_(one, non_blocking=True)
         if not here.is_gpu:
-            launch_gemm(made, operands, flags, counts, rank)
+            call_of(made, operands, flags, counts, rank)()
         here.sync()
         worst = max(worst, apart(here, c, want))
         left += nonzero(here, flags, counts)
@@ -353,7 +359,7 @@ def scattered(
         load(here, wait_for, (flags, 0), 1)
         here.sync()
         if not here.is_gpu:
-            launch_gemm(made, operands, flags, counts, rank)
+            call_of(made, operands, flags, counts, rank)()
         with on(here, taker):
             for chunk in order:
                 wait_for[(1,)](flags, chunk)
@@ -361,7 +367,7 @@ def scattered(
                 place.copy_(c.chunk(made.chunks)[chunk], non_blocking=True)
                 flags[chunk : chunk + 1].copy_(zero, non_blocking=True)
         if here.is_gpu:
-            launch_gemm(made, operands, flags, counts, rank)
+            call_of(made, operands, flags, counts, rank)()
         here.sync()
         current(here).wait_stream(taker)
         worst = max(worst, apart(here, taken.to(here.device), want))

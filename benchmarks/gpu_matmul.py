@@ -40,8 +40,14 @@ from gpu_here import (
 from gpu_programs import BF16
 
 from fxpar.fusion.kernels.kernel_worth import SHARE, profitable
-from fxpar.fusion.kernels.matmul_kernel import TILES, Gemm, Tiles, gemm, signals_of
-from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from fxpar.fusion.kernels.matmul_kernel import (
+    TILES,
+    Gemm,
+    Tiles,
+    call_of,
+    gemm,
+    signals_of,
+)
 from fxpar.sharding.cost.hardware import Level, Peak
 from fxpar.sharding.cost.hardware_table import lookup
 
@@ -135,7 +141,7 @@ def side_of(
 
     def run(i: int) -> None:
         at = i % len(given)
-        launch_gemm(made, (*first[at], given[at][1], c), flags, counts, 0)
+        call_of(made, (*first[at], given[at][1], c), flags, counts, 0)()
 
     def raise_flags(_: int) -> None:
         flags.fill_(1)
@@ -203,7 +209,7 @@ def overlap(here: Here) -> None:
         fork(here, [copier])
         if not here.is_gpu:
             remote.copy(here, flags)
-        launch_gemm(made, operands, flags, counts, 0)
+        call_of(made, operands, flags, counts, 0)()
         if here.is_gpu:
             remote.copy(here, flags)
         meet(here, [copier])
@@ -212,7 +218,7 @@ def overlap(here: Here) -> None:
     together(0)
     here.sync()
     far = apart(here, c, torch.mm(a, b))
-    alone = Side(lambda i: launch_gemm(silent, operands, flags, counts, 0))
+    alone = Side(lambda i: call_of(silent, operands, flags, counts, 0))()
     sides = {"copy": Side(copied), "matmul": alone, "together": Side(together)}
     times = measure(here, sides, longest=6000.0)
     beside = beside_copies(here, alone, elsewhere)
@@ -306,7 +312,7 @@ class Holder:
         if not here.is_gpu:
             return
         with on(here, self.ours[0]):
-            launch_gemm(self.made, self.operands, self.flags, self.counts, 0)
+            call_of(self.made, self.operands, self.flags, self.counts, 0)()
         time.sleep(1e-3)
 
     def release(self, here: Here) -> None:
@@ -327,7 +333,7 @@ def holder(here: Here, count: int) -> Holder:
     loaded(here, made, operands, flags, counts, 0)
     if not here.is_gpu:
         flags.fill_(1)  # nobody else would
-        launch_gemm(made, operands, flags, counts, 0)
+        call_of(made, operands, flags, counts, 0)()
     one = pinned(here, torch.ones(1, dtype=torch.int32))
     return Holder(made, operands, flags, counts, one, streams(here, 2))
 

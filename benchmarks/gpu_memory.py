@@ -33,7 +33,7 @@ from gpu_here import (
 )
 from gpu_programs import BF16, F32, RATE, Case, Job
 
-from fxpar.fusion.kernels import run_fused, run_kernels
+from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.symmetric_memory import Provider
 from fxpar.fusion.kernels.templates import Template
 from fxpar.passes.normalize import random
@@ -294,7 +294,7 @@ def all_reduce(here: Here, ranks: int, mib: int, ceiling: float) -> None:
         times = measure(here, sides, longest=2500.0, gate=LONG_GATE)
         inside(0)
         here.sync()
-        (mine,) = run_fused.by_name(made.kernel, ready[0][0][1]).values()
+        (mine,) = run_kernels.by_name(made.kernel, ready[0][0][1]).values()
         far = apart(here, mine, parts(0)[0])
         here.sync()
     size = given[0][0][0].nbytes

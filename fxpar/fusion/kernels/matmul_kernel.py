@@ -340,14 +340,3 @@ def call_of(
     return KernelLaunch(
         function, kernel.programs, (*operands, flags, counts, rank), constants
     )
-
-
-def launch(
-    kernel: Gemm,
-    operands: Sequence[torch.Tensor],
-    flags: torch.Tensor,
-    counts: torch.Tensor,
-    rank: int,
-) -> None:
-    """Run a kernel on the current stream, with the arguments of ``call_of``."""
-    call_of(kernel, operands, flags, counts, rank)()

@@ -29,7 +29,6 @@ from fxpar.fusion.kernels.autotune import (
     ways_of,
 )
 from fxpar.fusion.kernels.implementations import FUSED, GroupFacts, choose
-from fxpar.fusion.kernels.kernel_text import Kernel
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Provider, Unshared, symmetric
@@ -283,11 +282,3 @@ def prepared(
     space = provider.workspace(template.nbytes)
     shared = space.buffers, space.signals
     return (*shared, *reads, *writes, *scalars, provider.rank), writes
-
-
-def start(kernel: Kernel, arguments: Sequence[Any]) -> None:
-    """Launch a kernel on the current stream, where others may run next to it."""
-    run_kernels.call(kernel, arguments, None)
-
-
-by_name = run_kernels.by_name

@@ -1,31 +1,20 @@
 """Runs the inner loops: message passing and descent over flat arrays.
 
 In: the arrays of a Flat (see there for their layout). Out: arrays written in place, a
-bound or a count. Compiled by numba at first call and kept on disk; where numba is not
-installed the same loops run in Python, right but slow. Never: imported at the head of a
-module, since importing numba takes time.
+bound or a count. Compiled by numba at first call and kept on disk. Never: imported at
+the head of a module, since importing numba takes time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
+from numba import njit
 
-try:
-    from numba import njit
-except ImportError:
-    COMPILED = False
-else:
-    COMPILED = True
+_compiled = njit(cache=True, error_model="numpy")
 
 
-def _compiled(function: Callable) -> Any:
-    return njit(cache=True, error_model="numpy")(function) if COMPILED else function
-
-
-def _send_loops(
+@_compiled
+def _send(
     pool: np.ndarray,
     table: int,
     low: np.ndarray,
@@ -33,6 +22,9 @@ def _send_loops(
     source: np.ndarray,
     out: np.ndarray,
 ) -> float:
+    """Set ``out[b] = min_a(source[a] + table[a, b])``, less its minimum, which is
+    returned; ``low`` and ``high``: the least and largest entry of each row of the
+    table."""
     columns = len(out)
     out[:] = np.inf
     # No entry of the message is above this, so rows that are add nothing.
@@ -54,26 +46,6 @@ def _send_loops(
     for b in range(columns):
         out[b] -= least
     return least
-
-
-def _send_numpy(
-    pool: np.ndarray,
-    table: int,
-    low: np.ndarray,
-    high: np.ndarray,
-    source: np.ndarray,
-    out: np.ndarray,
-) -> float:
-    block = pool[table : table + len(source) * len(out)].reshape(len(source), len(out))
-    out[:] = (block + source[:, None]).min(0)
-    least = float(out.min())
-    out -= least
-    return least
-
-
-# out[b] = min_a(source[a] + table[a, b]), less its minimum, which is returned;
-# ``low`` and ``high``: the least and largest entry of each row of the table.
-_send = _compiled(_send_loops) if COMPILED else _send_numpy
 
 
 @_compiled

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fxpar.fusion.kernels import run_fused
+from fxpar.fusion.kernels import run_fused, run_kernels
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
@@ -270,10 +270,10 @@ def test_streams_of_one_gpu_play_ranks(name: str, ranks: int) -> None:
         torch.cuda.synchronize(device)
         for stream, (arguments, _) in zip(streams, ready, strict=True):
             with torch.cuda.stream(stream):
-                run_fused.start(made.kernel, arguments)
+                run_kernels.call(made.kernel, arguments, None)
         torch.cuda.synchronize(device)
         want = cases.oracle(found, turn)
         for rank, (_, writes) in enumerate(ready):
-            got = run_fused.by_name(made.kernel, writes)
+            got = run_kernels.by_name(made.kernel, writes)
             for t, x in zip(found.program.outputs, want[rank], strict=True):
                 assert apart(got[t.name].cpu(), x) <= F32, (turn, rank, t.name)

@@ -25,10 +25,10 @@ from fxpar.fusion.kernels.matmul_kernel import (
     Epilogue,
     Gemm,
     Tiles,
+    call_of,
     gemm,
     signals_of,
 )
-from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
 from tests.helpers.kernels.compare_kernels import apart, ulps
 
 PROGRAMS = 3
@@ -220,7 +220,7 @@ def gathered(
             copy(chunk)
     with Copier(order if case.signals else [], copy):
         operands = chunks[case.rank], there, b, c, *rest
-        launch_gemm(made, operands, flags, counts, case.rank)
+        call_of(made, operands, flags, counts, case.rank)()
     return c, order
 
 
@@ -243,7 +243,7 @@ def scattered(
 
     interpreter_builder.create_atomic_rmw = take
     try:
-        launch_gemm(made, (a, b, c, *rest), flags, counts, case.rank)
+        call_of(made, (a, b, c, *rest), flags, counts, case.rank)()
     finally:
         interpreter_builder.create_atomic_rmw = exchange
     return taken if case.signals else c, order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 import time
 from dataclasses import replace
 
@@ -210,24 +209,6 @@ def test_resolve_keeps_to_the_limit_on_a_larger_problem() -> None:
     patched[node] = other
     cost, usage = evaluate(problem, patched)
     assert usage > problem.limit or found.cost <= cost
-
-
-def test_without_numba_the_answers_are_the_same(monkeypatch) -> None:
-    problem = layered(4, 4, 3, limit=0.4, noise=0.2)
-    fast = solve(problem, 60.0)
-    name = "fxpar.sharding.solver.numba_loops"
-    numba_loops = importlib.import_module(name)
-    assert numba_loops.COMPILED
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "numba", None)
-        patch.delitem(sys.modules, name)
-        plain = importlib.import_module(name)
-        package = importlib.import_module("fxpar.sharding.solver")
-        patch.setattr(package, "numba_loops", plain)
-        assert not plain.COMPILED
-        slow = solve(problem, 60.0)
-    monkeypatch.setattr(package, "numba_loops", numba_loops)
-    assert slow.cost == fast.cost and slow.gap <= 2e-9 and fast.gap <= 2e-9
 
 
 def test_evaluate_counts_by_the_definition() -> None:
