@@ -52,25 +52,20 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
     Raises RankMismatchError if the rank that compiles fails, or does not end.
     """
     with stage(INDUCTOR), presence.works(f"compiles {what}"):
-        return _once(graph, what, generate)
-
-
-def _once(graph: fx.Graph, what: str, generate: Generate) -> Any:
-    """Compile a graph here, or take over what another rank compiled."""
-    channel = all_ranks()
-    if _torch.inductor.is_cache_disabled() or not _is_text(graph):
-        return generate(None)
-    text = _digest(graph)
-    if channel is None:
+        channel = all_ranks()
+        if _torch.inductor.is_cache_disabled() or not _is_text(graph):
+            return generate(None)
+        text = _digest(graph)
+        if channel is None:
+            return generate(text)
+        key = f"{channel.prefix}/compiled/{what}/{text}"
+        word = str(channel.rank)
+        with answering(channel):
+            first = channel.store.compare_set(key, "", word).decode()
+            if first == word:
+                return _compile_for_others(channel, key, what, lambda: generate(text))
+            _take_over(channel, key, what, int(first))
         return generate(text)
-    key = f"{channel.prefix}/compiled/{what}/{text}"
-    word = str(channel.rank)
-    with answering(channel):
-        first = channel.store.compare_set(key, "", word).decode()
-        if first == word:
-            return _compile_for_others(channel, key, what, lambda: generate(text))
-        _take_over(channel, key, what, int(first))
-    return generate(text)
 
 
 def _is_text(graph: fx.Graph) -> bool:

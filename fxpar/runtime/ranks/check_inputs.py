@@ -221,9 +221,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             "feed the same batch on every rank (one seed, no DistributedSampler); or, "
             "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
         )
-    error = InputMismatchError(fact, fix=fix)
-    error.is_reported = True
-    return error
+    return consensus.as_reported(InputMismatchError(fact, fix=fix))
 
 
 def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:

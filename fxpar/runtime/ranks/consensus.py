@@ -13,10 +13,12 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime.ranks import meeting, worlds
+
+E = TypeVar("E", bound=FxparError)
 
 DIFF_LINES = 60
 
@@ -93,17 +95,13 @@ def is_leader() -> bool:
 
 
 def abort(error: BaseException) -> None:
-    """Report a failure of this rank to ranks that wait for it, now or at their next
-    meeting.
-
-    They raise RankMismatchError with the message. Does nothing if every rank knows of
-    the failure.
-    """
+    """Report a failure of this rank, unless every rank knows of it, to ranks that wait
+    for it, now or at their next meeting: they raise RankMismatchError with it."""
     if not is_known_to_all(error):
         meeting.fail(f"{type(error).__name__}: {error}")
 
 
-def as_reported(error: FxparError) -> FxparError:
+def as_reported(error: E) -> E:
     """Return the error, marked as one that every rank raises."""
     error.is_reported = True
     return error

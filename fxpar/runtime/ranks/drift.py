@@ -577,6 +577,5 @@ def _compare_gradients(words: Sequence[str]) -> GradientError | None:
                     where=gradient.source_line,
                     fix=_LOSS_FIX,
                 )
-                error.is_reported = True
-                return error
+                return consensus.as_reported(error)
     return None
