@@ -24,8 +24,6 @@ after it, and so does all that waits for it. Never decides whether it pays
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -290,7 +288,7 @@ def _overlap_copies(
     """Run a matmul overlapping with copies, until both are done. ``waits``: the matmul
     waits for the copies, and ranks meet before these; else the copies wait for the
     matmul, and ranks meet after them."""
-    on = _on_thread if provider.device.type == "cpu" else _on_streams
+    on = provider.overlap or _on_streams
     on(provider, meet, copies, multiply, flags, waits)
 
 
@@ -328,49 +326,3 @@ def _on_streams(
             multiply()
     finally:
         current.wait_stream(second)
-
-
-def _on_thread(
-    provider: Provider,
-    meet: KernelLaunch,
-    copies: Copies,
-    multiply: KernelLaunch,
-    flags: torch.Tensor,
-    waits: bool,
-) -> None:
-    has_ended, errors = threading.Event(), list[BaseException]()
-
-    def up(chunk: int) -> None:
-        flags[chunk] = 1
-
-    def wait(chunk: int) -> None:
-        over = False
-        while not flags[chunk]:
-            if over:
-                raise RuntimeError("a matmul ended and left a chunk out")
-            time.sleep(1e-4)
-            over = has_ended.is_set()
-        flags[chunk] = 0
-
-    def run() -> None:
-        try:
-            copies(up, wait)
-        except BaseException as error:
-            errors.append(error)
-            if waits:
-                flags.fill_(1)  # the matmul is to end, too
-
-    if waits:
-        meet()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        multiply()
-    finally:
-        has_ended.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-    if not waits:
-        meet()
-    provider.check()

@@ -90,6 +90,8 @@ class Provider:
     cooperative: bool = False
     multicast: bool = False  # whether its memory has a multicast address, however large
     meeting: Meeting | None = None  # where its ranks exchange their results
+    # Runs a matmul overlapping with copies where there are no streams.
+    overlap: Callable[..., None] | None = None
     _memory: Memory | None = None  # holds the halves; None before the first call
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had

@@ -164,7 +164,7 @@ def filled(kind: str, log: list[str], broken: str = "") -> list[str]:
                 up(chunk)
 
     provider = SimpleNamespace(
-        device=torch.device("cuda", 0), second=lambda: Stream("second")
+        device=torch.device("cuda", 0), second=lambda: Stream("second"), overlap=None
     )
     flagged = lambda name, _, chunk: noted(f"{name} {chunk}")  # noqa: E731
     with (

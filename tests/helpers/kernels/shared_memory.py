@@ -4,7 +4,10 @@ plays all ranks."""
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,53 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Memory, Provider
+
+
+def on_thread(
+    provider: Provider,
+    meet: Callable[[], None],
+    copies: Callable[..., None],
+    multiply: Callable[[], None],
+    flags: torch.Tensor,
+    waits: bool,
+) -> None:
+    """``matmul_run._on_streams`` without streams: the copies run on a thread."""
+    has_ended, errors = threading.Event(), list[BaseException]()
+
+    def up(chunk: int) -> None:
+        flags[chunk] = 1
+
+    def wait(chunk: int) -> None:
+        over = False
+        while not flags[chunk]:
+            if over:
+                raise RuntimeError("a matmul ended and left a chunk out")
+            time.sleep(1e-4)
+            over = has_ended.is_set()
+        flags[chunk] = 0
+
+    def run() -> None:
+        try:
+            copies(up, wait)
+        except BaseException as error:
+            errors.append(error)
+            if waits:
+                flags.fill_(1)  # the matmul is to end, too
+
+    if waits:
+        meet()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        multiply()
+    finally:
+        has_ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+    if not waits:
+        meet()
+    provider.check()
 
 
 def shared_files(
@@ -44,7 +94,9 @@ def shared_files(
         return Memory(addresses, own, every, tensors=lambda: every)
 
     cpu = torch.device("cpu")
-    return Provider(rank, ranks, programs, cpu, allocate, meeting.meet, meeting=meeting)
+    meet = meeting.meet
+    how = {"meeting": meeting, "overlap": on_thread}
+    return Provider(rank, ranks, programs, cpu, allocate, meet, **how)
 
 
 def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
@@ -78,6 +130,7 @@ def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider
             device,
             partial(allocate, rank=rank),
             all_done,
+            overlap=on_thread if device.type == "cpu" else None,
         )
         for rank in range(ranks)
     ]
