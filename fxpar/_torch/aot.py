@@ -66,24 +66,13 @@ def gives_gradients(joint: Any, captured: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def export_joint(
-    stack: Any,
-    module: torch.nn.Module,
-    args: Any,
-    *,
-    grad: bool,
-    repeated: FindKinds | None = None,
+    stack: Any, module: torch.nn.Module, args: Any, *, grad: bool
 ) -> fx.GraphModule:
     """Return the joint (``grad``) or inference graph of a module on fake arguments,
-    after Inductor's decompositions; placeholders and output carry ``meta["desc"]``.
-    ``repeated``: as in ``compile_fx``."""
+    after Inductor's decompositions; placeholders and output carry ``meta["desc"]``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with (
-        torch.set_grad_enabled(grad),
-        calls_rewritten(),
-        traced_once(repeated if is_taken("traced_once") else None),
-        failures_unlogged(),
-    ):
+    with torch.set_grad_enabled(grad), calls_rewritten(), failures_unlogged():
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=decompositions()
         )

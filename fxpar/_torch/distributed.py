@@ -163,8 +163,8 @@ def symmetric_tensors(keep: Any, ranks: int) -> list[torch.Tensor]:
     return [handle.get_buffer(r, own.shape, own.dtype) for r in range(ranks)]
 
 
-def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
-    """Write one of ``words`` (int32, on a GPU) when the current stream comes to it,
+def write_on_stream(words: torch.Tensor, at: int) -> bool:
+    """Set one of ``words`` (int32, on a GPU) to 1 when the current stream comes to it,
     visible after all that the stream wrote. Return False where torch has no op for it.
     """
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
@@ -172,7 +172,7 @@ def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
     op = getattr(torch.ops.symm_mem, "stream_write_value32_", None)
     if op is None:
         return False
-    op(words.view(torch.uint32), at, value)
+    op(words.view(torch.uint32), at, 1)
     return True
 
 

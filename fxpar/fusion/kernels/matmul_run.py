@@ -307,7 +307,7 @@ def _on_streams(
     second.wait_stream(current)
 
     def up(chunk: int) -> None:
-        if not _torch.distributed.write_on_stream(flags, chunk, 1):
+        if not _torch.distributed.write_on_stream(flags, chunk):
             _flag("raise_flag", flags, chunk)()
 
     def wait(chunk: int) -> None:
