@@ -73,8 +73,7 @@ class _Form:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # strides of the dims, in elements
-    # Start, in elements, from its operand's offset, or in memory of its own.
-    offset: int
+    offset: int  # in elements, from its operand's offset, or in its own memory
     device: torch.device  # the device that a fake value reports
     operand: int | None  # the operand whose memory it has; None: memory of its own
 

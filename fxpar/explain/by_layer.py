@@ -35,8 +35,7 @@ class LayerRow:
 
     name: str  # path of the layers, with ``*`` for the number
     numbers: set[str] = field(default_factory=set)  # numbers of the layers
-    # Bytes at the peak of parameters, their gradients and the optimizer's state.
-    at_rest: float = 0
+    at_rest: float = 0  # peak bytes of parameters, gradients and optimizer state
     activations: float = 0  # all other bytes at the peak
     forward: float = 0  # seconds of kernels
     backward: float = 0  # seconds of kernels, recomputation included

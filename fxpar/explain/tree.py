@@ -20,8 +20,7 @@ class ModuleGroup:
 
     label: str  # the module's name; for several the first and the last
     items: tuple[ModuleGroup | int, ...]  # groups and rows within, in order
-    # Whether the items are neighbouring layers that do the same.
-    is_repeated: bool = False
+    is_repeated: bool = False  # items are neighbouring layers that do the same
 
 
 def tree(

@@ -40,8 +40,7 @@ class Text:
 
     text: str  # as it is written in the kernel
     kind: str  # "float", "int" or "bool"
-    # Whether it differs within a block, or is one number for all lanes.
-    block: bool = False
+    block: bool = False  # differs within a block; else one number for all lanes
     value: bool | int | float | None = None  # the number, if it is a literal
 
     @property

@@ -57,8 +57,7 @@ class Fused:
     before: int = 0  # bytes that the ops of regions move in several kernels
     after: int = 0  # bytes that they move in one kernel for each region
     near_misses: tuple[str, ...] = ()  # near misses as text
-    # Nodes that a schedule wants in a region and that are in none, as text.
-    unfused: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()  # nodes that a schedule wants in a region in vain
     rungs: tuple[Rung, ...] = ()  # how each region runs
 
     def __str__(self) -> str:
@@ -83,8 +82,7 @@ class Fused:
 class _Log:
     # Nodes that a schedule wants in a region and that are in none so far, and why.
     unfused: dict[fx.Node, str]
-    # One for each region, in order.
-    programs: list[RegionProgram] = field(default_factory=list)
+    programs: list[RegionProgram] = field(default_factory=list)  # one for each region
     before: int = 0  # as ``Fused.before``, so far
     after: int = 0  # as ``Fused.after``, so far
     # Near misses as text, each once, in order.

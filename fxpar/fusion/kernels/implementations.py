@@ -50,8 +50,7 @@ class GroupFacts:
     kernels: bool  # whether generated kernels run
     shared: bool  # whether they reach other ranks' memory
     bandwidth: float = 4e11  # the link's, in bytes/s one way
-    # Whether that memory has an address through which a switch sums.
-    multicast: bool = False
+    multicast: bool = False  # whether a switch sums through an address of it
 
 
 # Rungs that a template runs: the shots of an all-reduce, and whether a switch sums.

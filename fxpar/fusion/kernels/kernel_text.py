@@ -41,8 +41,7 @@ class Kernel:
     # Outputs of which each program writes a part, [PROGRAMS, elements] in float32, to
     # be added up.
     sums: frozenset[str]
-    # Indices of the integers that it takes, among those of the program.
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # indices among the program's integers
     space: Space  # the elements that it runs over
     programs: int  # size of the grid
     warps: int  # warps of a block

@@ -145,8 +145,7 @@ class Place:
     text: str  # its name or its number in the kernel
     mask: str = ""  # name of the mask of lanes that count
     block: bool = True  # whether lanes differ
-    # Lines that define it, if it is not known from the start.
-    define: tuple[str, ...] = ()
+    define: tuple[str, ...] = ()  # lines that define it, if it is not known at first
     parent: str = ""  # the place or mask that ``define`` reads, by name; "" if none
 
 

@@ -172,18 +172,14 @@ class _Growth:
     banned: dict[fx.Node, str]  # nodes that may not be in it, and why
     # Member -> the number of collectives done when it runs.
     members: dict[fx.Node, int] = field(default_factory=dict)
-    # Numbers of elements, by that number.
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # elements, by that number
     # Elements of a row, where rows are reduced, by that number.
     columns: dict[int, int] = field(default_factory=dict)
     # Members that no other may read but a cast: reductions of more than a row.
     ends: set[fx.Node] = field(default_factory=set)
-    # Nodes outside that depend on the collective.
-    tainted: set[fx.Node] = field(default_factory=set)
-    # Nodes that are not in it, and why.
-    misses: list[Miss] = field(default_factory=list)
-    # Answers of ``_is_soon`` so far.
-    soon: dict[fx.Node, bool] = field(default_factory=dict)
+    tainted: set[fx.Node] = field(default_factory=set)  # outside, after the collective
+    misses: list[Miss] = field(default_factory=list)  # nodes not in it, and why
+    soon: dict[fx.Node, bool] = field(default_factory=dict)  # answers of ``_is_soon``
     border: fx.Node | None = None  # the first heavy op after the wait
     schedule_region: str | None = None  # the region of a schedule
 

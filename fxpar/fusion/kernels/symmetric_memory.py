@@ -52,8 +52,7 @@ class Unshared(Exception):
 class Memory:
     """Is one piece of memory on every rank, of equal size, zero at first."""
 
-    # Addresses of all ranks' pieces, as seen by this process.
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...]  # of all ranks' pieces, as seen by this process
     own: torch.Tensor  # this rank's piece, uint8
     keep: Any = None  # keeps the pieces alive
     multicast: int = 0  # the address through which a switch reaches all pieces, or 0
@@ -65,8 +64,7 @@ class Memory:
 class Workspace:
     """Is memory for one call."""
 
-    # Addresses of all ranks' buffers, int64 [ranks + 1], the last the multicast one.
-    buffers: torch.Tensor
+    buffers: torch.Tensor  # all ranks' addresses, int64 [ranks + 1], multicast last
     signals: torch.Tensor  # addresses of all ranks' signals, int64 [ranks]
     own: torch.Tensor  # this rank's buffer, uint8
 
@@ -97,8 +95,7 @@ class Provider:
     _most: float = float("inf")  # bytes of a half that could not be had
     _number: int = 0  # number of memories that were allocated
     _calls: int = 0  # workspaces given so far
-    # The two that calls use in turn.
-    _halves: list[Workspace] = field(default_factory=list)
+    _halves: list[Workspace] = field(default_factory=list)  # used in turn
     _stream: Any = None  # the last one it was used on
     _words: torch.Tensor | None = None  # a copy of what kernels report, in flight
     _copied: Any = None  # the CUDA event after that copy

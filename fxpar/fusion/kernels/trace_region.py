@@ -78,15 +78,12 @@ def outline(
 class _Outliner:
     members: set[fx.Node]  # nodes of the region
     name_of: dict[fx.Node, str] = field(default_factory=dict)  # names of values so far
-    # Nodes read from outside -> their tensors.
-    inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
+    inputs: dict[fx.Node, Tensor] = field(default_factory=dict)  # by node outside
     lines: list[Statement] = field(default_factory=list)  # lines so far
-    # The integers that the program takes.
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # that the program takes
     group: str = ""  # the process group that it communicates in
     counts: dict[str, int] = field(default_factory=dict)  # how often a name was given
-    # Nodes by the names of their lines.
-    names: dict[str, fx.Node] = field(default_factory=dict)
+    names: dict[str, fx.Node] = field(default_factory=dict)  # by names of lines
 
     def outline(
         self,

@@ -58,17 +58,13 @@ class KnownProgram:
     """Holds what is known of a program."""
 
     key: str  # digest of its text
-    # The number by which torch's caches know it, the same on all ranks (``name_of``).
-    number: str
-    # None: nothing but key and number is known, and the fields below are empty.
-    plan: Plan | None = None
-    # Specs of its results, by position.
-    results: Mapping[int, Spec] = field(default_factory=dict)
+    number: str  # its name in torch's caches, equal on all ranks (``name_of``)
+    plan: Plan | None = None  # None: what follows is empty, too
+    results: Mapping[int, Spec] = field(default_factory=dict)  # by position
     launches: tuple[str, ...] = ()  # collectives of its forward, in order
     # Axes of the process groups that it uses, in the order they are made.
     groups: tuple[tuple[str, ...], ...] = ()
-    # Rank 0 compiled it for all: its bound graph is the same on all ranks.
-    shared: bool = False
+    shared: bool = False  # rank 0 compiled it: its bound graph is equal on all
     written: tuple[int, ...] = ()  # positions of the inputs that it writes to
     # By name of an open size, the number that it must be a multiple of for the plan,
     # which is made for the program traced so; this one is not compiled.

@@ -39,16 +39,13 @@ class Suite:
     # M, k, n of matrix products, some with one small dim: m or n for
     # ``Peak.half_dim``, k for ``half_contracted``.
     shapes: tuple[Shape, ...]
-    # The dtypes of these products; "tf32" is float32 computed so.
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of these products; "tf32" is float32 computed so
     # For each convolution: samples, channels in and out, pixels along a side, along the
     # window's.
     convolved: tuple[Shape, ...]
-    # For each attention: samples, heads, length, width of a head.
-    attended: tuple[Shape, ...]
+    attended: tuple[Shape, ...]  # samples, heads, length, width of a head
     families: tuple[str, ...]  # the dtypes of convolutions and attention
-    # Bytes that a sum of two tensors moves, the last ones more than caches hold.
-    streams: tuple[int, ...]
+    streams: tuple[int, ...]  # bytes moved by sums of two tensors; the last miss caches
     sizes: tuple[int, ...]  # bytes of the largest tensor of a collective
 
 

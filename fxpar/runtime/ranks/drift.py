@@ -89,8 +89,7 @@ class _Held:
     name: str  # as the user knows it
     kind: str  # "parameter" or "buffer"
     models: tuple[int, ...]  # for each rank the rank whose values it must equal
-    # Whether any difference is an error: of whole numbers, which are not rounded.
-    is_exact: bool
+    is_exact: bool  # any difference is an error: whole numbers are not rounded
 
 
 class Drift:
@@ -517,8 +516,7 @@ class _Gradient:
 
     source_line: str | None  # the user's line of a result of the graph
     read: Callable[[], list[Any]]  # the ``sketch`` of some of its elements
-    # Number of the meeting that compares it, late enough not to wait for a device.
-    reported_at: int
+    reported_at: int  # number of a meeting late enough not to wait for a device
 
 
 # Gradients to compare, in the order in which they came; those in this call's word.

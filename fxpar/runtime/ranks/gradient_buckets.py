@@ -42,8 +42,7 @@ class Watched:
     ref: weakref.ref[nn.Parameter]  # the parameter
     over: MeanOver  # the ranks that its gradient is reduced over
     early: bool = True  # whether its gradient may be reduced before the backward ends
-    # Its number, equal on all ranks; None until they agree on it.
-    place: int | None = None
+    place: int | None = None  # its number on all ranks; None until they agree
     bucket: Bucket | None = None  # bucket of its gradient; None until some rank has one
     index: int = 0  # position in its bucket
     has_hook: bool = False  # whether a hook notes its gradients
@@ -109,8 +108,7 @@ class BucketMemory:
     """Holds the memory of a bucket's gradients."""
 
     flat: torch.Tensor  # all gradients, one after the other; 1-D
-    # A view for each gradient, with the strides of its parameter.
-    slots: list[torch.Tensor]
+    slots: list[torch.Tensor]  # a view for each, with its parameter's strides
     unused: int  # the ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it
 
     def is_free(self) -> bool:

@@ -53,14 +53,12 @@ class _Life:
     """Holds everything that ends with one default process group."""
 
     group: weakref.ref[Any]  # the default process group
-    # Names of process groups, by mesh and axes.
-    names: dict[Any, str] = field(default_factory=dict)
+    names: dict[Any, str] = field(default_factory=dict)  # of groups, by mesh and axes
     device_meshes: dict[Any, Any] = field(default_factory=dict)  # by mesh
     mesh: Mesh | None = None  # chosen for FXPAR_MESH=auto
     # Names of the worlds in which each rank is known to have a device of its own.
     devices_checked: set[str] = field(default_factory=set)
-    # Worlds that this process is in, by name.
-    places: dict[str, World] = field(default_factory=dict)
+    places: dict[str, World] = field(default_factory=dict)  # worlds of this process
 
 
 _lives: list[_Life] = []  # the current one, if any
@@ -106,14 +104,11 @@ class Manual(ManualAxes):
 class Ranks:
     """Is this process's rank in the mesh, with the process groups of its axes."""
 
-    # The mesh of all ranks; where axes are manual, that of the ranks of one place.
-    mesh: Mesh
+    mesh: Mesh  # of all ranks, or of one place where axes are manual
     rank: int
-    # Whether the mesh is still to be chosen; until then it is one axis over all ranks.
-    open: bool = False
+    open: bool = False  # the mesh is not chosen yet: it is one axis over all ranks
     world: World | None = None  # the ranks of the mesh, if they are not all
-    # The axes along which the mesh is one place; None: it has all ranks.
-    manual: Manual | None = None
+    manual: Manual | None = None  # axes along which the mesh is one place
 
     @property
     def whole(self) -> Ranks:

@@ -71,8 +71,7 @@ class _Reducer:
     # Parameters that ranks agreed on, by place; a place is never used again.
     placed: list[Watched] = field(default_factory=list)
     new: dict[str, Watched] = field(default_factory=dict)  # the others, by name
-    # In the order in which they are launched.
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)  # in order of launch
     # Places that any rank touched in each of the last two backwards, as bits.
     last: tuple[int, int] = (0, 0)
     # By the places of two backwards, those of the backward that last came after them.
@@ -84,8 +83,7 @@ class _Reducer:
     backward: Callable[[], _Backward | None] = lambda: None
     # Parameters without a hook, which required no gradient so far.
     frozen: set[Watched] = field(default_factory=set)
-    # Ids of parameters whose gradients other code reduces.
-    left: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)  # ids of those other code reduces
     backwards: int = 0  # number of backwards that have ended
 
     def expected(self) -> int:
@@ -644,8 +642,7 @@ class _Handing:
     """Is a backward of a compiled graph that runs."""
 
     reducer: _Reducer  # has the watched parameters
-    # The node of autograd of each argument that is a tensor, by its position.
-    nodes: Mapping[int, Any]
+    nodes: Mapping[int, Any]  # of autograd, by position of each tensor among arguments
     # Positions of arguments whose gradient was taken.
     positions_handed: set[int] = field(default_factory=set)
 

@@ -131,20 +131,16 @@ class Presence:
     beats: int = 0  # grows while the store answers the thread
     # Set when the store is not needed any more.
     over: threading.Event = field(default_factory=threading.Event)
-    # Known reasons why the store does not answer.
-    store_facts: list[str] = field(default_factory=list)
+    store_facts: list[str] = field(default_factory=list)  # why the store is silent
     _answer_number: int = 0  # number of the last answer of this rank
     # At the last beat: seconds of CPU of the program, of its main thread and of threads
     # of torch, and the time (``time.monotonic``).
     _cpu: tuple[float, float | None, float | None, float] = (0.0, None, None, 0.0)
     # By rank, the number of its last answer, and when that was first seen.
     _news: dict[int, tuple[int, float]] = field(default_factory=dict)
-    # Set to end the thread.
-    _stop: threading.Event = field(default_factory=threading.Event)
-    # The thread that answers; None before ``start``.
-    _thread: threading.Thread | None = None
-    # Id of this process: a fork of it does not answer.
-    _process: int = field(default_factory=os.getpid)
+    _stop: threading.Event = field(default_factory=threading.Event)  # ends the thread
+    _thread: threading.Thread | None = None  # answers; None before ``start``
+    _process: int = field(default_factory=os.getpid)  # a fork of it does not answer
 
     def start(self) -> None:
         """Start the thread that answers."""

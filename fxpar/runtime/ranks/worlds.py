@@ -26,18 +26,15 @@ from fxpar.errors import FxparError
 class World:
     """Holds ranks that run one program."""
 
-    # Part of the keys of its messages: "" for all ranks, equal on all of its ranks.
-    name: str
+    name: str  # part of its keys: "" for all ranks, equal on all of its ranks
     ranks: Sequence[int]  # its ranks, by their numbers in the default process group
     rank: int  # the number of this process among them
     life: weakref.ref[Any]  # the default process group, with which it ends
-    # Gives its process group. All its ranks call this, as for a collective.
-    find_group: Callable[[], Any]
+    find_group: Callable[[], Any]  # makes its group: all its ranks call this
     place: int = 0  # which part of the batch its ranks are fed
     places: int = 1  # number of parts of the batch
     channel: Any = None  # the ``meeting.Channel`` of its ranks, once there is one
-    # Numbers of compiled graphs.
-    graphs: Iterator[int] = field(default_factory=itertools.count)
+    graphs: Iterator[int] = field(default_factory=itertools.count)  # numbers of graphs
 
     @property
     def size(self) -> int:

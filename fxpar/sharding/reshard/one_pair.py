@@ -181,8 +181,7 @@ class _Problem:
     goal: Dims  # tokens of the same dims at last
     room: tuple[int, ...]  # the most shards of each dim; any fewer must divide it
     pending: Pending  # the partial axes at first
-    # Positions of axes that stay partial, along which values differ.
-    busy: frozenset[int]
+    busy: frozenset[int]  # positions of axes that stay partial: values differ
     # Whether each dim comes after the front of the shape and copies of it cost time.
     inner: tuple[bool, ...]
     uneven: tuple[bool, ...]  # whether shards of each dim are not equal

@@ -105,10 +105,8 @@ class Edges:
     """Holds the specs in which values are made and read, and the reshards between."""
 
     specs: list[Spec]  # spec of each value as its op gives it
-    # Spec per (op index, operand).
-    reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
-    # Spec per output; None: it is no tensor.
-    outputs: list[Spec | None] = field(default_factory=list)
+    reads: dict[tuple[int, int], Spec] = field(default_factory=dict)  # by (op, operand)
+    outputs: list[Spec | None] = field(default_factory=list)  # None: no tensor
     # In an order in which they can be inserted.
     reshards: list[Reshard] = field(default_factory=list)
 

@@ -31,10 +31,8 @@ class StepKind:
     text: str  # how a step is written, with its axes, dims (d), reduction and specs
     # (k, bytes a rank holds before) -> bytes it sends, of k ranks; None: no collective.
     sent: Callable[[int, float], float] | None = None
-    # Index of the step's dim that its axes leave; None: none.
-    gathered: int | None = None
-    # Index of the step's dim that they go to, at its minor end; None: none.
-    split: int | None = None
+    gathered: int | None = None  # index of the step's dim that its axes leave
+    split: int | None = None  # index of the dim they go to, at its minor end
     reduces: bool = False  # whether the axes are partial before
     masks: bool = False  # whether they are partial after
 
@@ -119,8 +117,7 @@ class Step:
 
     kind: str  # a key of ``KINDS``
     spec: Spec
-    # The axes it concerns; for reductions and permutes in mesh order.
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # in mesh order for reductions and permutes
     dims: tuple[int, ...] = ()  # the dims it names, as its kind counts them
     op: str = ""  # the reduction of a partial value
     before: Spec | None = None  # the spec before a permute

@@ -121,8 +121,7 @@ class _Paid:
     """Holds the price of rows that an op exchanges by itself, by strategy."""
 
     seconds: np.ndarray  # (K,) seconds
-    # (K,) number of the spec of the tensor it slices or puts rows into.
-    specs: np.ndarray
+    specs: np.ndarray  # (K,) number of the spec of what it slices or puts rows into
     # (exchange, bytes of a row) where one is needed that may be shared, else None.
     exchanges: tuple[tuple[Exchange, float] | None, ...]
 

@@ -52,8 +52,7 @@ class Formulation:
     program: Program  # the program of the problem: of one part, if the batch is cut
     mesh: Mesh
     problem: Problem
-    # The op, input, output or value that each node of the problem decides.
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # the op, input, output or value that each decides
     pool: tuple[Spec, ...]  # the specs that numbers stand for
     # Value -> its nodes by phase (0 forward, 1 backward; both the same unless it is a
     # parameter at rest).
@@ -61,8 +60,7 @@ class Formulation:
     kernels: ProgramKernels  # bytes and flops of ops, and when they run
     hardware: Hardware
     entries: Sequence[Entry] = ()  # values that occupy memory, and when
-    # The entry of each row of the problem's memory.
-    memory_entries: tuple[Entry, ...] = ()
+    memory_entries: tuple[Entry, ...] = ()  # of each row of the problem's memory
     parts: PartProgram | None = None  # set if the program is one part of a batch
     # By node of an op, seconds by strategy of adding to sums over parts; its costs
     # include them.

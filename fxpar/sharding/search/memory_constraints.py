@@ -197,8 +197,7 @@ class Places:
     """Says which node decides the spec of each version of a value."""
 
     nodes: Sequence[Node]  # all nodes of the problem
-    # The node that makes each value, or of the input it is.
-    makers: Mapping[int, EdgeEnd]
+    makers: Mapping[int, EdgeEnd]  # the node that makes each value, or its input
     # The nodes in which a value settles, in the forward and in the backward.
     settling: Mapping[int, tuple[int, int]]
     readers: Mapping[int, EdgeEnd]  # the only reader of each value that does not settle

@@ -48,8 +48,7 @@ class FixedFacts:
     # By value, the hints that its specs have to agree with.
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
     keep_gathered: bool = False  # whether the backward gathers no parameter again
-    # Set if the batch is cut and one part of it is priced.
-    parts: PartProgram | None = None
+    parts: PartProgram | None = None  # set if one part of a cut batch is priced
 
 
 class ProblemBuilder:

@@ -55,8 +55,7 @@ class Ratios:
     hardware: str  # name of the hardware that steps are priced on
     # (axis, each rank's share of a dim it splits) for each axis of unlike ranks.
     shares: tuple[tuple[str, tuple[float, ...]], ...]
-    # Seconds of a step with equal shards, computing and communication added up.
-    even: float
+    even: float  # seconds of a step with equal shards, without overlap
     uneven: float  # the same with these shares
     cuts: tuple[UnequalDim, ...]  # largest dims first
 

@@ -33,8 +33,7 @@ class Flat:
     other: np.ndarray  # by entry, the node at the other end
     table: np.ndarray  # by entry, where in ``pool`` its (K_i, K_j) table begins
     pair: np.ndarray  # by entry, the entry of the edge's other end
-    # By entry, where its vector of length K_i begins in an array of all messages.
-    message: np.ndarray
+    message: np.ndarray  # by entry, where its K_i numbers are among all messages
     messages: int  # length of such an array
     pool: np.ndarray  # all tables, one after the other
     # By entry, where the least and largest of each row of its table are in ``low`` and
@@ -42,8 +41,7 @@ class Flat:
     rows: np.ndarray
     low: np.ndarray  # least entries of rows
     high: np.ndarray  # largest entries of rows
-    # (n + 1,) where the usages of each node begin in the next three arrays.
-    live: np.ndarray
+    live: np.ndarray  # (n + 1,) first usage of each node in the next three arrays
     begin: np.ndarray  # by usage, the first memory row that is occupied
     end: np.ndarray  # by usage, the row after the last
     use: np.ndarray  # by usage, where in ``usage`` its strategies begin

@@ -251,8 +251,7 @@ def _master(flat: Flat, decodings: list, most: float) -> tuple[float, np.ndarray
 class Excess(NamedTuple):
     """Says how far over the limit the best choice met is, and any must be."""
 
-    # The choice of least ``excess`` met (None: none was allowed).
-    choice: np.ndarray | None
+    choice: np.ndarray | None  # of least ``excess`` met (None: none was allowed)
     excess: float
     bound: float  # no choice has less excess
 

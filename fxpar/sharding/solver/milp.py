@@ -25,8 +25,7 @@ class MilpSolution(NamedTuple):
 
     choice: np.ndarray | None  # a choice that fits, or None
     bound: float  # no choice that fits costs less
-    # Whether the choice is optimal, or, without one, there is none that fits.
-    proved: bool
+    proved: bool  # whether the choice is optimal, or, without one, none fits
 
 
 def variables(flat: Flat) -> int:

@@ -89,8 +89,7 @@ class Solution:
     prices: tuple[tuple[int, float], ...] = ()
     # Cost of the best choice found without the limit, if one was searched for.
     unlimited: float | None = None
-    # Whether wall-clock time ended the search: another run may answer otherwise.
-    stopped: bool = False
+    stopped: bool = False  # wall-clock time ended it: another run may answer otherwise
 
 
 class Infeasible(FxparError, ValueError):

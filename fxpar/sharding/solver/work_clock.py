@@ -22,8 +22,7 @@ FAR, GRACE = 5.0, 60.0
 class _Clock(threading.local):
     """Is the clock of one thread."""
 
-    # Seconds of work so far in the search under way; outside of one, of all work.
-    done: float = 0.0
+    done: float = 0.0  # seconds of work in the search under way; else of all work
     # The wall-clock time at which the search under way is stopped; None without one.
     wall: float | None = None
     stopped: bool = False  # whether wall-clock time stopped it
