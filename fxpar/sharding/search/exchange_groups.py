@@ -20,7 +20,6 @@ from fxpar.sharding.factors import RowMoves
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.search.problem_builder import ProblemBuilder
-from fxpar.sharding.solver import Edge
 
 aten = torch.ops.aten
 
@@ -173,21 +172,18 @@ def _add(
     specs = np.array([_UNGROUPED, *shared])
     costs = np.array([0.0, *shared.values()])
     together = build.node("exchange", group.value, specs[:, None], costs)
+
+    def edge(a: int, b: int, table: np.ndarray) -> None:
+        key = ("exchange", table.shape, table.tobytes())
+        build.connect(a, b, key, lambda: table)
+
     for index, op in zip(group.ops, paid, strict=True):
         node, may = nodes[index], np.isin(op.specs, specs)
         build.costs[node] = np.maximum(build.costs[node] - op.seconds * may, 0.0)
         pays = (specs[:, None] != op.specs[None, :]) & may
-        _edge(build, together, node, np.where(pays, op.seconds, 0.0))
+        edge(together, node, np.where(pays, op.seconds, 0.0))
     for index in group.sums:
         own = build.nodes[nodes[index]].specs
         same = (own[None, :, :] == specs[:, None, None]).all(axis=2)
         may = same | (specs == _UNGROUPED)[:, None]
-        _edge(build, together, nodes[index], np.where(may, 0.0, np.inf))
-
-
-def _edge(build: ProblemBuilder, a: int, b: int, table: np.ndarray) -> None:
-    key = ("exchange", table.shape, table.tobytes())
-    if key not in build.table_of:
-        build.table_of[key] = len(build.tables)
-        build.tables.append(table)
-    build.edges.append(Edge(a, b, build.table_of[key]))
+        edge(together, nodes[index], np.where(may, 0.0, np.inf))

@@ -40,7 +40,7 @@ from fxpar.sharding.search.exchange_groups import price_together
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
 from fxpar.sharding.search.search_space import EdgeEnd, Node
-from fxpar.sharding.solver import Edge, Live, Problem, Solution, solve
+from fxpar.sharding.solver import Live, Problem, Solution, solve
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
@@ -309,12 +309,12 @@ def _settle_or_copy(
     node = build.node("value", v, np.concatenate([resting, specs]), copies=copies)
     need = build.nodes[node].specs[:, 0]
     key = ("copy", have.tobytes(), need.tobytes(), build.like(v))
-    if key not in build.table_of:
-        build.table_of[key] = len(build.tables)
-        is_same = have[:, None] == need[None, :]
+
+    def priced() -> np.ndarray:
         table = build.between(v, have, need) * build.share(v)
-        build.tables.append(np.where(is_same == copies, np.inf, table))
-    build.edges.append(Edge(maker.node, node, build.table_of[key]))
+        return np.where((have[:, None] == need[None, :]) == copies, np.inf, table)
+
+    build.connect(maker.node, node, key, priced)
     return node
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,16 +213,24 @@ class ProblemBuilder:
         there = None if also is None or len(also) > 1 else also.item()
         times = self.share(v) * self._times(v, b)
         key = (have_bytes, need_bytes, self.like(v), alone, in_kernel, there, times)
-        if key not in self.table_of:
-            self.table_of[key] = len(self.tables)
+
+        def priced() -> np.ndarray:
             table = self.between(v, have, need, alone)
             if there is not None:
                 at_once = self.between(v, np.array([there]), need, alone)
                 table = np.minimum(table, at_once)
             if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
-            self.tables.append(table * times)
-        self.edges.append(Edge(a.node, b.node, self.table_of[key]))
+            return table * times
+
+        self.connect(a.node, b.node, key, priced)
+
+    def connect(self, a: int, b: int, key: Any, make: Callable[[], np.ndarray]) -> None:
+        """Add an edge with the table of a key, which is made once."""
+        if key not in self.table_of:
+            self.table_of[key] = len(self.tables)
+            self.tables.append(make())
+        self.edges.append(Edge(a, b, self.table_of[key]))
 
     def _times(self, v: int, reader: EdgeEnd) -> int:
         """Return how many times a value is resharded for a reader: twice if a
@@ -285,9 +293,6 @@ class ProblemBuilder:
         """Add an edge that allows equal specs only."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
+        differ = np.where(have[:, None] == need[None, :], 0.0, np.inf)
         key = ("same", have.tobytes(), need.tobytes())
-        if key not in self.table_of:
-            self.table_of[key] = len(self.tables)
-            equal = have[:, None] == need[None, :]
-            self.tables.append(np.where(equal, 0.0, np.inf))
-        self.edges.append(Edge(a.node, b.node, self.table_of[key]))
+        self.connect(a.node, b.node, key, lambda: differ)
