@@ -85,11 +85,8 @@ def graph_python(graph: fx.Graph) -> str:
     plain = fx.Graph()
     plain.output(plain.graph_copy(graph, {}))
     code = plain.python_code("self")
-    imports = "\n".join(
-        f"{name} = None  # bound below" if obj is None else ""
-        for name, obj in code.globals.items()
-        if obj is None
-    )
+    names = (name for name, obj in code.globals.items() if obj is None)
+    imports = "\n".join(f"{name} = None  # bound below" for name in names)
     import_lines = {
         "torch": "import torch",
         "device": "from torch import device",

@@ -502,7 +502,8 @@ def watch(
     reducer = _reducer()
     new = [
         each
-        for key, p in _parameters(modules)
+        for prefix, module in modules.items()
+        for key, p in module.named_parameters(prefix)
         if (each := _watched(reducer, key, p, over)) is not None
     ]
     for each in new:
@@ -589,11 +590,6 @@ def leave(parameters: Iterable[nn.Parameter]) -> None:
 
 def _reducer() -> _Reducer:
     return _REDUCERS.setdefault(_torch.distributed.default_group(), _Reducer())
-
-
-def _parameters(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
-    for prefix, module in modules.items():
-        yield from module.named_parameters(prefix)
 
 
 def _watched(
