@@ -146,7 +146,7 @@ def _store() -> Any:
         return next(rendezvous("env://"))[0]
     if _torch.distributed.default_group() is None:
         return None
-    return _torch.distributed.same_store(_torch.distributed.default_store())
+    return _torch.distributed.default_store().clone()
 
 
 def _record(text: str) -> None:

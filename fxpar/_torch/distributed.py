@@ -200,12 +200,6 @@ def default_store() -> Any:
     return _registry()._get_default_store()
 
 
-def same_store(store: Any) -> Any:
-    """Return the same keys through a connection of its own, so that threads do not wait
-    for one another."""
-    return store.clone()
-
-
 def cut_store(store: Any) -> None:
     """Close the connections of this process to the server of a TCPStore, so that calls
     that wait for it raise DistNetworkError, in every thread and whatever their timeout.

@@ -136,8 +136,8 @@ def _begin(world: World) -> Channel:
         # A store may outlive a process group; its next life starts new keys.
         me.prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
         store.set(f"{me.prefix}/folder/{rank}", cache_files.folder_text())
-        me.store = _torch.distributed.same_store(store)
-        connection = _torch.distributed.same_store(store)
+        # Connections of their own, so that threads do not wait for one another.
+        me.store, connection = store.clone(), store.clone()
         if connection is not store:
             connection.set_timeout(LONGEST)
         channel = Channel(connection, rank, world.ranks, me.prefix, me)
