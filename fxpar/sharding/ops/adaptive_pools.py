@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 from fxpar.sharding.op_table import by_rank, names, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
     exchange_of,
     split_dims,
+    window_shape,
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
 from fxpar.sharding.ops.reduction import least
 from fxpar.sharding.ops.window_dims import each
 
@@ -67,7 +69,9 @@ def _parts(
     return rows, parts, tuple(windows)
 
 
-def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) -> Rule:
+def _forward(
+    k: int, x: torch.Tensor, few: int | Sequence[int], results: int = 1
+) -> Rule:
     first = x.dim() - k
     rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0)
     lead = names(first)
@@ -83,14 +87,6 @@ def _backward(k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any) -> Rule:
     read = [[*lead, *parts], [*lead, *rows], *[[*lead, *parts]] * len(index)]
     words = text(*read, results=[[*lead, *rows]])
     return replace(parse_rule(words), windows=windows)
-
-
-def _average(k: int, *args: Any) -> Rule:
-    return _forward(k, 1, *args)
-
-
-def _maximum(k: int, *args: Any) -> Rule:
-    return _forward(k, 2, *args)
 
 
 # Local forms
@@ -268,14 +264,6 @@ def _local_maximum_backward(
     return _added(call, parts, 3, gradient)
 
 
-def _shape(call: LocalCall, position: int) -> list[Size]:
-    """Return the shape of the rows of the pooled tensor that a rank reads."""
-    shape: list[Size] = list(call.operand_shape(1))
-    for window in windows_of(call, position):
-        shape[window.dim] = call.build.window_rows(exchange_of(call, window))
-    return shape
-
-
 def _of_pooled_shape(
     call: LocalCall, x: fx.Node, parts: Sequence[UnevenParts], position: int
 ) -> fx.Node:
@@ -283,7 +271,7 @@ def _of_pooled_shape(
     used."""
     if not windows_of(call, position):
         return x
-    shape = _shape(call, position)
+    shape = window_shape(call, call.operand_shape(1), position)
     for one in parts:
         shape[one.dim] = one.rows
     return call.full(shape, 0, x)
@@ -293,7 +281,7 @@ def _added(
     call: LocalCall, parts: Sequence[UnevenParts], position: int, gradient: fx.Node
 ) -> fx.Node:
     """Return the gradient of a rank's rows from gradients of laid out rows."""
-    shape = _shape(call, position)
+    shape = window_shape(call, call.operand_shape(1), position)
     for i, one in enumerate(parts):
         own = list(shape)
         for other in parts[i + 1 :]:
@@ -303,8 +291,8 @@ def _added(
 
 
 ROWS = {
-    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _average, _local_average, linear="0"),
-    **by_rank("_adaptive_avg_pool{}d", (2, 3), _average, _local_average, linear="0"),
+    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _forward, _local_average, linear="0"),
+    **by_rank("_adaptive_avg_pool{}d", (2, 3), _forward, _local_average, linear="0"),
     **by_rank(
         "_adaptive_avg_pool{}d_backward",
         (2, 3),
@@ -312,7 +300,9 @@ ROWS = {
         _local_average_backward,
         linear="0",
     ),
-    **by_rank("adaptive_max_pool{}d", (2, 3), _maximum, _local_maximum),
+    **by_rank(
+        "adaptive_max_pool{}d", (2, 3), partial(_forward, results=2), _local_maximum
+    ),
     **by_rank(
         "adaptive_max_pool{}d_backward",
         (2, 3),

@@ -25,7 +25,9 @@ from torch import fx
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 from fxpar.sharding.op_table import Row, names, rows, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import trailing
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
     exchange_of,
@@ -33,8 +35,6 @@ from fxpar.sharding.ops.halos import (
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import trailing
 
 aten = torch.ops.aten
 

@@ -28,7 +28,8 @@ from fxpar.graph.builder import Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.op_table import by_rank, names, rows, tensors_of, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
     exchange_of,
@@ -39,11 +40,9 @@ from fxpar.sharding.ops.halos import (
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.reduction import least
 from fxpar.sharding.ops.window_dims import (
     SlidingWindow,
-    SpatialDims,
     each,
     sliding_rule,
     spatial_dims,
@@ -65,51 +64,6 @@ def _spatial(k: int, *args: Any, **kwargs: Any) -> str:
     whole."""
     words = [*names(args[0].dim() - k), *["_"] * k]
     return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
-
-
-def _pooled(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    sliding: bool,
-) -> tuple[SpatialDims, list[str], list[str]]:
-    """Return (dims, words of the pooled tensor, words of the result)."""
-    k = len(slid)
-    spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
-    lead = names(x.dim() - k)
-    return spatial, [*lead, *spatial.many], [*lead, *spatial.few]
-
-
-def _pool(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    results: int = 1,
-    sliding: bool = True,
-) -> Rule:
-    """Return the rule of a pool: windows over the last dims, ``few`` of them."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
-    first = x.dim() - len(slid)
-    words = text(rows, results=[slid_rows] * results)
-    return sliding_rule(words, spatial, spatial.windows(0, first))
-
-
-def _pool_backward(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    n: int = 1,
-    sliding: bool = True,
-) -> Rule:
-    """Return the rule of a pool's backward, which reads ``n`` tensors that have
-    windows, and ``x`` as the second operand."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
-    first = x.dim() - len(slid)
-    words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
-    return sliding_rule(words, spatial, spatial.windows(n + 1, first))
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
@@ -162,22 +116,26 @@ def _average_windows(
     )
 
 
-def _pool_of(read: Callable[..., _Windows], results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of pools with ``results`` results."""
+def _pool_of(
+    read: Callable[..., _Windows], results: int = 1, reads: int = 0
+) -> Callable[..., Rule]:
+    """Return the rule function of pools with ``results`` results; of their backwards,
+    which read ``reads`` tensors that have windows, and the pooled one as the second
+    operand."""
 
-    def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-        slid, ceil, may, sliding = read(k, *args, **kwargs)
-        return _pool(x, slid, _counts(x, slid, ceil), may, results, sliding)
-
-    return rule
-
-
-def _pool_backward_of(read: Callable[..., _Windows], n: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of their backwards, as by ``_pool_backward``."""
-
-    def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
-        slid, _, may, sliding = read(k, *args)
-        return _pool_backward(x, slid, grad.shape[-k:], may, n, sliding)
+    def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
+        x, *settings = args[1:] if reads else args
+        slid, ceil, may, sliding = read(k, *settings, **kwargs)
+        few = args[0].shape[-k:] if reads else _counts(x, slid, ceil)
+        spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
+        lead = names(x.dim() - k)
+        rows, slid_rows = [*lead, *spatial.many], [*lead, *spatial.few]
+        if reads:
+            words = text(slid_rows, rows, *[slid_rows] * (reads - 1), results=[rows])
+        else:
+            words = text(rows, results=[slid_rows] * results)
+        position = reads + 1 if reads else 0  # of the tensor that has rows
+        return sliding_rule(words, spatial, spatial.windows(position, len(lead)))
 
     return rule
 
@@ -536,16 +494,14 @@ _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
 
 ROWS = {
     **rows(
-        "_low_memory_max_pool_with_offsets",
+        "prims::_low_memory_max_pool_with_offsets",
         _low_memory_pool,
-        "prims",
         local=_local_low_memory_pool,
         **_POOL,
     ),
     **rows(
-        "_low_memory_max_pool_offsets_to_indices",
+        "prims::_low_memory_max_pool_offsets_to_indices",
         _low_memory_indices,
-        "prims",
         local=_local_offsets_to_indices,
     ),
     **rows("fractional_max_pool2d fractional_max_pool3d", _fractional_pool),
@@ -572,7 +528,7 @@ ROWS = {
     **by_rank(
         "max_pool{}d_with_indices_backward",
         (2, 3),
-        _pool_backward_of(_max_windows, 2),
+        _pool_of(_max_windows, reads=2),
         _local_max_pool_backward,
         linear="0",
         **_POOL_BACKWARD,
@@ -588,7 +544,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d_backward",
         (2, 3),
-        _pool_backward_of(_average_windows),
+        _pool_of(_average_windows, reads=1),
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,
