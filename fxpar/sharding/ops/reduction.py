@@ -66,9 +66,9 @@ def over(
     if there is none, and all dims go."""
 
     def rule_of_call(x: torch.Tensor, *args: Any, **rest: Any) -> Rule:
-        given = dict(enumerate(args, 1))
-        dims = rest.get("dim", given.get(dim, default)) if dim else None
-        keepdim = rest.get("keepdim", given.get(keep, False)) if keep else False
+        arguments = dict(enumerate(args, 1))
+        dims = rest.get("dim", arguments.get(dim, default)) if dim else None
+        keepdim = rest.get("keepdim", arguments.get(keep, False)) if keep else False
         return _reduced(x, all_at(dims, x.ndim), keepdim, **how)
 
     return rule_of_call
