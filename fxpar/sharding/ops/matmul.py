@@ -361,12 +361,6 @@ def _local_grouped_mm(
     return call.same(x, y, offs, *args, **options)
 
 
-def _local_grouped_mm_fallback(
-    call: LocalCall, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
-) -> fx.Node:
-    return call.same(x, weight, _counted(call, offs, 0, 0), *grad)
-
-
 ROWS = {
     **rows(
         "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
@@ -407,13 +401,13 @@ ROWS = {
         "transformers::grouped_mm_fallback",
         "m k, _ k n, _ -> m n",
         linear="0|1",
-        local=_local_grouped_mm_fallback,
+        local=_local_grouped_mm,
     ),
     **rows(
         "transformers::grouped_mm_fallback_backward",
         "m k, _ k n, _, m n -> m k, _ k n",
         linear="3",
-        local=_local_grouped_mm_fallback,
+        local=_local_grouped_mm,
     ),
     **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, facts="replaced"),
     **rows(

@@ -80,42 +80,20 @@ def _over_last_dims_backward(
 # Group norm: groups are free, channels within one are not
 
 
-def _grouped(rule: str, groups: int) -> Rule:
-    return replace(parse_rule(rule), sizes=(("g", groups),))
-
-
-def _group_norm(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    eps: float,
-) -> Rule:
-    full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
-    affine, stat = _words_of_tensors([weight, bias], ["(g c!)"]), ["n", "g"]
-    return _grouped(text(full, *affine, results=[full, stat, stat]), group)
-
-
-def _group_norm_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: Maybe,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    mask: Sequence[bool],
-) -> Rule:
-    full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
+def _group_norm(at: int, *args: Any) -> Rule:
+    """Return the rule of ``(x, weight, bias, N, C, HxW, groups, eps)``, and of the
+    backward, ``(grad, x, mean, rstd, weight, N, C, HxW, groups, mask)``; ``at``:
+    position of the input."""
+    count = 3 + 2 * at
+    full = ["n", "(g c!)", *["_"] * (args[at].dim() - 2)]
     each, stat = ["(g c!)"], ["n", "g"]
-    results = _words_by_mask(mask, full, each, each)
-    affine = _words_of_tensors([weight], each)
-    return _grouped(text(full, full, stat, stat, *affine, results=results), group)
+    if at:
+        read, affine = [full, full, stat, stat], args[4:5]
+        results = _words_by_mask(args[-1], full, each, each)
+    else:
+        read, affine, results = [full], args[1:3], [full, stat, stat]
+    words = text(*read, *_words_of_tensors(affine, each), results=results)
+    return replace(parse_rule(words), sizes=(("g", args[count + 3]),))
 
 
 # Batch norm: channels are free; other dims are where the statistics are fixed
@@ -190,10 +168,14 @@ ROWS = {
         _over_last_dims_backward,
         linear="0",
     ),
-    **rows("native_group_norm", _group_norm, local=partial(_local_group_norm, 0)),
+    **rows(
+        "native_group_norm",
+        partial(_group_norm, 0),
+        local=partial(_local_group_norm, 0),
+    ),
     **rows(
         "native_group_norm_backward",
-        _group_norm_backward,
+        partial(_group_norm, 1),
         linear="0",
         local=partial(_local_group_norm, 1),
     ),
