@@ -26,10 +26,10 @@ from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 from fxpar.sharding.op_table import by_rank, names, text
 from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import added_at, rows_at
 from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
-    axes_of,
     exchange_of,
     split_dims,
     window_shape,
@@ -118,17 +118,14 @@ class UnevenParts:
 
     def arranged(self, x: fx.Node, fill: int | float) -> fx.Node:
         """Return the rows of ``x``, laid out part after part."""
-        build = self.call.build
-        x = build.call(aten.index.Tensor, x, [*[None] * self.dim, self.places])
+        x = rows_at(self.call, x, self.dim, self.places)
         return self.call.where(self._along(x, self.inside), x, fill)
 
     def added(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """Return a tensor of this shape, to whose rows the values of laid out rows are
         added."""
         x = self.call.where(self._along(x, self.inside), x, 0)
-        zeros = self.call.full(shape, 0, x)
-        indices = [*[None] * self.dim, self.places]
-        return self.call.build.call(aten.index_put.default, zeros, indices, x, True)
+        return added_at(self.call, x, shape, self.dim, self.places)
 
     def averaged(self, x: fx.Node) -> fx.Node:
         """Return averages over the rows of each part, from averages over the longest
@@ -146,8 +143,7 @@ class UnevenParts:
             shifts = self._along(index, self.shifts)
             return self.call.build.call(aten.mul.Tensor, shifts, sign)
 
-        axes = axes_of(self.call, self.window.position, self.dim)
-        return ShardWithHalo(axes, self.window.rows, self.rows, start)
+        return ShardWithHalo(self.window.rows, self.rows, start)
 
     def _along(self, x: fx.Node, numbers: fx.Node) -> fx.Node:
         """Return numbers for the rows of the dim, in a shape that broadcasts."""

@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import names, rows, text, whole
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import part_of, trailing, with_spares, without_spares
+from fxpar.sharding.ops.own_rows import part_of, trailing
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -261,9 +261,7 @@ def _local_scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
-    put = call.same(spare, dim, part.store(), src, *settings, **options)
-    return without_spares(call, put, [part])
+    return part.put(x, dim, src, *settings, **options)
 
 
 def _local_scatter_add(
@@ -295,10 +293,7 @@ def _local_index_add(
     ndim = source.meta["val"].dim()
     inside = part.inside
     if part.empty:
-        spare = with_spares(call, x, [part.dim])
-        return without_spares(
-            call, call.same(spare, dim, part.store(), source, **settings), [part]
-        )
+        return part.put(x, dim, source, **settings)
     if ndim:
         inside = trailing(call, inside, ndim - 1 - dim % ndim)
     source = call.where(inside, source, 0)
@@ -316,10 +311,7 @@ def _local_index_store(
     part = part_of(call, dim, index, signed=True)
     if part is None:
         return call.same(x, dim, index, *settings, **options)
-    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
-    return without_spares(
-        call, call.same(spare, dim, part.store(), *settings, **options), [part]
-    )
+    return part.put(x, dim, *settings, **options)
 
 
 def _local_masked_scatter_backward(

@@ -48,7 +48,6 @@ from fxpar.sharding.ops.window_dims import (
     spatial_dims,
     windows,
 )
-from fxpar.sharding.row_moves import Exchange
 
 aten = torch.ops.aten
 
@@ -282,17 +281,17 @@ def _local_offsets_to_indices(
     for d, step in enumerate(each(stride, k)):
         axes, rows = call.operands[0].dims[first + d], call.shapes[0][first + d]
         if call.build.mesh.count(axes) > 1:
-            start = _times(call, rows, axes, step * math.prod(size[d + 1 :]))
+            start = _times(call, rows, axes, 0, step * math.prod(size[d + 1 :]))
             index = call.build.call(aten.add.Tensor, index, start)
     return index
 
 
 def _times(
-    call: LocalCall, rows: int, axes: Sequence[str], by: int, base: int = 0
+    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
 ) -> Size:
-    """Return ``base`` + ``by`` times the position of the first row that a rank
-    holds."""
-    build = call.build
+    """Return ``by`` times the position of the row that is ``before`` rows before the
+    first that a rank holds."""
+    build, base = call.build, -by * before
     if shard_sizes.is_even(rows, build.mesh, axes):
         return build.offset(axes, rows // build.mesh.count(axes) * by, base)
     start = build.compute(operator.mul, build.own_start(rows, axes), by)
@@ -314,8 +313,6 @@ def _local_max_pool_backward(
 class ShardWithHalo:
     """Describes one dim of a shard with the rows around it."""
 
-    # The axes that split the dim.
-    axes: tuple[str, ...]
     # Rows of the whole dim.
     whole: int
     # Rows of the shard with those around it.
@@ -329,35 +326,23 @@ def shards_with_halos(
 ) -> list[ShardWithHalo]:
     """Return the last ``k`` dims of the tensor at ``at``, with the halos of the one at
     ``halos``."""
-    first, shards = len(call.shapes[at]) - k, []
+    build, first = call.build, len(call.shapes[at]) - k
+    shards: list[ShardWithHalo] = []
     ends = {dim: rows for dim, *rows in halos_of(call, halos)}
     read = {window.dim: window for window in windows_of(call, halos)}
     for d in range(first, first + k):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
         if d in read:
-            shards.append(_window(call, whole, exchange_of(call, read[d])))
+            exchange = exchange_of(call, read[d])
+            start = partial(build.compute, operator.mul, build.window_start(exchange))
+            width = build.window_rows(exchange)
+            shards.append(ShardWithHalo(whole, width, start))
             continue
-        size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
-        width = call.build.compute(operator.add, size, before + after)
-        start = partial(_shard_start, call, whole, axes, before)
-        shards.append(ShardWithHalo(axes, whole, width, start))
+        size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
+        width = build.compute(operator.add, size, before + after)
+        start = partial(_times, call, whole, axes, before)
+        shards.append(ShardWithHalo(whole, width, start))
     return shards
-
-
-def _shard_start(
-    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
-) -> Size:
-    return _times(call, rows, axes, by, -by * before)
-
-
-def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
-    """Return a dim of which a rank reads a window."""
-    build = call.build
-    start = build.window_start(exchange)
-    width = build.window_rows(exchange)
-    return ShardWithHalo(
-        exchange.axes, whole, width, partial(build.compute, operator.mul, start)
-    )
 
 
 def reindexed(
