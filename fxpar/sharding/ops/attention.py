@@ -172,7 +172,7 @@ class _Kernel:
         )
 
 
-def _makes_logsumexp(call: Call) -> bool:
+def _has_logsumexp(call: Call) -> bool:
     return bool(call.get("compute_log_sumexp", True))
 
 
@@ -183,19 +183,19 @@ def _has_fitting_rows(call: Call) -> bool:
     return q.dim() == 4 and int(q.shape[2]) % 32 == 0
 
 
-def _asks_for_bias(call: Call) -> bool:
+def _has_bias_gradient(call: Call) -> bool:
     return "grad_input_mask" in call and bool(call["grad_input_mask"][3])
 
 
 def _efficient_splits(call: Call) -> tuple[bool, bool]:
     # The gradient of a bias has the bias's shape, not that of a causal mask.
-    if call.get("is_causal") and _asks_for_bias(call):
+    if call.get("is_causal") and _has_bias_gradient(call):
         return False, False
-    makes = _makes_logsumexp(call)
-    return _has_fitting_rows(call) or not makes, makes
+    has_lse = _has_logsumexp(call)
+    return _has_fitting_rows(call) or not has_lse, has_lse
 
 
-def _counts_places(call: Call) -> bool:
+def _has_places(call: Call) -> bool:
     """Return whether a causal mask or a sliding window counts positions."""
     sides = (call.get(f"window_size_{side}") for side in ("left", "right"))
     return call["is_causal"] or any(side is not None for side in sides)
@@ -208,12 +208,12 @@ _KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": _FLASH,
     "_scaled_dot_product_flash_attention": _FLASH,
     "_flash_attention_forward": _Kernel(
-        lambda call: (not _counts_places(call), False), seq_first=True
+        lambda call: (not _has_places(call), False), seq_first=True
     ),
     "_scaled_dot_product_efficient_attention": _Kernel(
         _efficient_splits,
-        lambda call: _makes_logsumexp(call) and _has_fitting_rows(call),
-        of_bias=_asks_for_bias,
+        lambda call: _has_logsumexp(call) and _has_fitting_rows(call),
+        of_bias=_has_bias_gradient,
     ),
     "_efficient_attention_forward": _Kernel(
         lambda call: _NEITHER,
@@ -222,7 +222,7 @@ _KERNELS = {
         seq_first=True,
     ),
     "_scaled_dot_product_cudnn_attention": _Kernel(
-        lambda call: (_makes_logsumexp(call),) * 2, _makes_logsumexp, has_column=True
+        lambda call: (_has_logsumexp(call),) * 2, _has_logsumexp, has_column=True
     ),
     "_scaled_dot_product_fused_attention_overrideable": _Kernel(
         lambda call: _NEITHER, lambda call: False, of_bias=lambda call: True
