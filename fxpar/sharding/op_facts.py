@@ -86,6 +86,11 @@ class OpFacts:
     mutates: bool = False
     # Compiled, it overwrites its first operand where nothing reads that later.
     over_first: bool = False
+    # Its local form replaces it even where nothing is split.
+    replaced: bool = False
+    # Queries and keys of an attention are [..., sequence, heads, features], and not
+    # [..., heads, sequence, features].
+    seq_first: bool = False
     # It communicates between ranks.
     communicates: bool = False
     # Its work for each element, a class of ``hardware.LIGHT``.
@@ -187,6 +192,9 @@ def name_of(target: Any) -> str:
     """Return the name of an op without its overload."""
     return str(target).rpartition(".")[0]
 
+
+# Argument names of a mask or bias of attention, in addition to a causal mask.
+BIASES = ("attn_mask", "attn_bias", "bias")
 
 # A collective of a manual region.
 COLLECTIVE = "fxpar.collective.default"

@@ -239,16 +239,28 @@ def words_of(
     ]
 
 
-def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]]:
+def keeping(x: torch.Tensor, whole: Collection[int] = (), results: int = 1) -> Rule:
+    """Return the rule of results of the shape of ``x``, with the dims in ``whole``
+    whole."""
+    words = words_of(x, whole)
+    return make([words], [words] * results)
+
+
+def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> list[str]:
+    """Return words of a tensor that broadcasts to ``full``, from the last
+    ``len(shape)`` words; a stretched dim has none."""
+    skip = len(full) - len(shape)
+    pairs = zip(words[skip:], shape, full[skip:], strict=True)
+    return [word if n == size else "_" for word, n, size in pairs]
+
+
+def aligned(
+    shapes: Sequence[Sequence[int]], prefix: str = "b"
+) -> tuple[list[str], list[list[str]]]:
     """Return (words of the shape that the shapes broadcast to, words of each shape)."""
     full = torch.broadcast_shapes(*shapes)
-    words = words_of(full, prefix="b")
-    words_of_each = []
-    for shape in shapes:
-        skip = len(full) - len(shape)
-        pairs = zip(words[skip:], shape, full[skip:], strict=True)
-        words_of_each.append([word if size == n else "_" for word, size, n in pairs])
-    return words, words_of_each
+    words = words_of(full, prefix=prefix)
+    return words, [align(shape, full, words) for shape in shapes]
 
 
 def at(dim: int, ndim: int) -> int:
@@ -277,16 +289,17 @@ def look_up(table: Mapping[Any, T], target: Any) -> T | None:
     return table.get(_torch.aot.higher_order_name(target))
 
 
-def keys(names: str, namespace: str = "aten") -> list[Any]:
+def keys(names: str) -> list[Any]:
     """Return table keys of op names separated by spaces: ``"add.Tensor relu"``.
 
-    An aten op is its overload, if this torch has it. Others are named by text, as they
-    may be registered later than this table.
+    An aten op is its overload, if this torch has it. Others are named by text with
+    their namespace, ``"prims::exp"``, as they may be registered later than this table.
     """
-    if namespace != "aten":
-        return [f"{namespace}::{name}" for name in names.split()]
-    overloads = []
+    overloads: list[Any] = []
     for name in names.split():
+        if "::" in name:
+            overloads.append(name)
+            continue
         packet, _, overload = name.partition(".")
         op = getattr(torch.ops.aten, packet, None)
         op = getattr(op, overload or "default", None)
@@ -298,7 +311,6 @@ def keys(names: str, namespace: str = "aten") -> list[Any]:
 def rows(
     names: str,
     rule: str | RuleFunction | None,
-    namespace: str = "aten",
     *,
     facts: str = "",
     local: Callable[..., Any] | None = None,
@@ -310,7 +322,7 @@ def rows(
     values = {mark: marks.pop(mark) for mark in set(marks) - MARKS}
     stated = dict.fromkeys(facts.split(), True) | values
     row = Row(rule, **marks, local=local, facts=stated)
-    return dict.fromkeys(keys(names, namespace), row)
+    return dict.fromkeys(keys(names), row)
 
 
 def by_rank(

@@ -17,7 +17,7 @@ from dataclasses import replace
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import Reach, RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.ops.moved_dims import around
+from fxpar.sharding.ops.slicing import around
 from fxpar.sharding.row_moves import Exchange
 
 

@@ -57,14 +57,19 @@ def _s(*args: Any, **kwargs: Any) -> Sample:
     return args, kwargs
 
 
+def _keys(names: str, namespace: str) -> list[Any]:
+    outside = [f"{namespace}::{name}" for name in names.split()]
+    return keys(names) if namespace == "aten" else outside
+
+
 def _add(names: str, *calls: Sample, namespace: str = "aten") -> None:
-    for key in keys(names, namespace):
+    for key in _keys(names, namespace):
         SAMPLES.setdefault(key, []).extend(calls)
 
 
 def _only_shapes(names: str, *calls: Sample, namespace: str = "aten") -> None:
     _add(names, *calls, namespace=namespace)
-    SHAPES_ONLY.update(keys(names, namespace))
+    SHAPES_ONLY.update(_keys(names, namespace))
 
 
 # Pointwise: rows without attributes take their operands from the schema

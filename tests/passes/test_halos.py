@@ -250,7 +250,7 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
 
 def test_rows_of_the_other_end_are_no_padding(monkeypatch: Any) -> None:
     """Without the constant over them, rows would come around the end."""
-    monkeypatch.setattr("fxpar.sharding.ops.halos._fill_beyond", lambda call, x, *_: x)
+    monkeypatch.setattr("fxpar.sharding.ops.reads._fill_beyond", lambda call, x, *_: x)
     x, weight = draw(1, 1, 8), draw(1, 1, 3)
     plan = planned(
         lambda x, w: F.conv1d(x, w, padding=1),

@@ -4,6 +4,7 @@ gather none."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -311,10 +312,12 @@ def test_slices_that_send_less_by_themselves_stay() -> None:
 def test_a_window_cut_at_the_wrong_row_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = share_exchanges._cut
-    monkeypatch.setattr(
-        share_exchanges, "_cut", lambda b, x, dim, start, rows: real(b, x, dim, 0, rows)
-    )
+    real = share_exchanges.copied_rows
+
+    def first(build: Any, x: Any, dim: int, start: int, end: Any) -> Any:
+        return real(build, x, dim, 0, build.compute(operator.sub, end, start))
+
+    monkeypatch.setattr(share_exchanges, "copied_rows", first)
     with pytest.raises(AssertionError):
         sent_rows(STENCILS["three points"][0], 18)
 

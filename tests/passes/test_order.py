@@ -171,7 +171,7 @@ def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         return step(call.build, collective_nodes.all_gather, zeros, dim, axes)
 
     x = operand()
-    monkeypatch.setattr(order, "_gather", own)
+    monkeypatch.setattr(order, "gathered", own)
     plan = planned(cumsum, x, mode="propagate", out_specs=[("tp", None)])
     with pytest.raises(AssertionError):
         torch.testing.assert_close(plan.simulate(x), cumsum(x))

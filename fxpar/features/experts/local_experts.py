@@ -25,7 +25,6 @@ from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (reg
 from fxpar.graph.builder import Builder, shape_of, value_of
 from fxpar.graph.collective_nodes import all_reduce, all_to_all, step
 from fxpar.graph.exact_ops import NONE
-from fxpar.passes.local.local_ops import OWN
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.ops import LOCAL, rule_of
@@ -356,10 +355,6 @@ def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
                 view.meta["val"] = target(*value_of(view.args))
 
 
-OWN.update(
-    getattr(torch.ops.fxpar, name).default
-    for name in ("expert_mm", "expert_outer", "exchange_slots", "return_slots")
-)
 LOCAL.update(
     {
         "fxpar::expert_mm": _mm,

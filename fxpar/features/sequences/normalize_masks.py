@@ -20,7 +20,6 @@ from torch import fx
 from fxpar import _torch
 from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.attention.merge_attention import BIASES
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,
@@ -28,6 +27,7 @@ from fxpar.passes.normalize.place_functions import (
     is_equal_size,
     with_opposite_bound,
 )
+from fxpar.sharding.op_facts import BIASES
 
 
 def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:

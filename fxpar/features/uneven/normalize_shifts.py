@@ -16,7 +16,6 @@ notice.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -27,19 +26,18 @@ from fxpar import _torch
 from fxpar._torch.symbols import expressions
 from fxpar.features.uneven.row_places import (
     MOST_ROWS,
+    MOVERS,
     RowPlaces,
-    argument,
     has_same_shape,
-    indexed,
-    is_counted_from_ends,
     is_known,
     is_open_dim,
-    padded_dim,
     row_places,
     rows_of,
 )
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.op_facts import op_facts_of
+
+aten = torch.ops.aten
 
 
 def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
@@ -83,9 +81,6 @@ def _has_one_kind(nodes: list[fx.Node], dim: int) -> bool:
     values = [node.meta["val"] for node in nodes]
     have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
     return have_sizes and len({(x.dtype, x.dim()) for x in values}) == 1
-
-
-aten = torch.ops.aten
 
 
 def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
@@ -160,54 +155,11 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
 
 def _dim_of(node: fx.Node) -> int | None:
     """Return the dim along which a node may be a shift; None if there is none."""
-    candidate = _DIM.get(node.target) if node.op == "call_function" else None
-    if candidate is None or not all(map(is_known, (node, *node.all_input_nodes))):
+    mover = MOVERS.get(node.target) if node.op == "call_function" else None
+    if mover is None or not all(map(is_known, (node, *node.all_input_nodes))):
         return None
-    dim, shape = candidate(node), shape_of(node)
+    dim, shape = mover.dim(node), shape_of(node)
     if dim is None or not shape:
         return None
-    is_counted = is_counted_from_ends(node) or not is_open_dim(node, dim)
+    is_counted = mover.by_ends or not is_open_dim(node, dim)
     return dim % len(shape) if is_counted else None
-
-
-def _dim_argument(node: fx.Node) -> int | None:
-    return argument(node, 1, 0)
-
-
-def _index_dim(node: fx.Node) -> int | None:
-    lookup = indexed(node)
-    return None if lookup is None else lookup[0]
-
-
-def _scatter_dim(node: fx.Node) -> int | None:
-    """Return the dim of the ``slice_scatter`` among a node's operands, if any."""
-    if not any(
-        isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
-        for x in node.args
-    ):
-        return None
-    first = next(x for x in node.args if x.target is aten.slice_scatter.default)
-    return argument(first, 2, 0)
-
-
-def _cut_dim(node: fx.Node) -> int | None:
-    """Return the dim of a slice of a pad or a join; None for other slices."""
-    longer = aten.constant_pad_nd.default, aten.cat.default
-    return _dim_argument(node) if node.args[0].target in longer else None
-
-
-# Op -> function that returns the dim along which its node may be a shift.
-_DIM: dict[Any, Callable[[fx.Node], int | None]] = {
-    aten.cat.default: _dim_argument,
-    aten.slice.Tensor: _cut_dim,
-    aten.constant_pad_nd.default: padded_dim,
-    aten.slice_scatter.default: lambda node: argument(node, 2, 0),
-    aten.add.Tensor: _scatter_dim,
-    aten.index.Tensor: _index_dim,
-    aten._unsafe_index.Tensor: _index_dim,
-    aten.index_select.default: _index_dim,
-    aten.index_put.default: _index_dim,
-    aten._unsafe_index_put.default: _index_dim,
-    aten.gather.default: _dim_argument,
-    aten.scatter_add.default: _dim_argument,
-}

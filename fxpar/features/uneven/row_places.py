@@ -70,11 +70,9 @@ def row_places(node: Any, dim: int) -> RowPlaces | None:
     if its size depends on data or is too large."""
     if not is_known(node) or not shape_of(node):
         return None
-    reader = _BY_ENDS.get(node.target)
-    if reader is None and not is_open_dim(node, dim):
-        reader = _ONE_BY_ONE.get(node.target)
-    if reader is not None:
-        rows = reader(node, dim)
+    mover = MOVERS.get(node.target)
+    if mover is not None and (mover.by_ends or not is_open_dim(node, dim)):
+        rows = mover.rows(node, dim)
         if rows is not None:
             return rows
     n = rows_of(node, dim)
@@ -213,13 +211,9 @@ def _add(node: fx.Node, dim: int) -> RowPlaces | None:
     return RowPlaces(a.source, places, fill, a.reach + b.reach)
 
 
-def _index(node: fx.Node, dim: int) -> RowPlaces | None:
-    lookup = indexed(node)
-    if lookup is None or lookup[0] != dim:
-        return None
-    positions, rows = _positions(lookup[1], shape_of(node.args[0])[dim]), None
-    if positions is not None:
-        rows = row_places(node.args[0], dim)
+def _lookup(node: fx.Node, dim: int) -> RowPlaces | None:
+    positions = _positions_along(node, dim)
+    rows = None if positions is None else row_places(node.args[0], dim)
     return None if rows is None or positions is None else rows.at(positions)
 
 
@@ -234,24 +228,12 @@ def indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
     return None if indices[0][1].meta["val"].dtype is torch.bool else indices[0]
 
 
-def _index_put(node: fx.Node, dim: int) -> RowPlaces | None:
-    lookup = indexed(node)
-    base, values = node.args[0], node.args[2]
-    if lookup is None or lookup[0] != dim:
-        return None
-    return _updated(node, dim, base, lookup[1], values)
-
-
-def _updated(
-    node: fx.Node, dim: int, base: fx.Node, index: fx.Node, values: fx.Node
-) -> RowPlaces | None:
+def _update(node: fx.Node, dim: int) -> RowPlaces | None:
     """Return the rows of an addition to zeros at distinct positions, else None."""
+    base, values = node.args[0], node.args[3 if node.target in _ALONG else 2]
     if shape_of(values) != shape_of(node):
         return None
-    positions, under = (
-        _positions(index, shape_of(node)[dim], dim),
-        row_places(base, dim),
-    )
+    positions, under = _positions_along(node, dim), row_places(base, dim)
     if (
         positions is None
         or under is None
@@ -263,24 +245,21 @@ def _updated(
     return None if over is None else _put(under, over, positions)
 
 
-def _gather(node: fx.Node, dim: int) -> RowPlaces | None:
-    x, along, index = node.args[:3]
-    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(x):
+def _positions_along(node: fx.Node, dim: int) -> torch.Tensor | None:
+    """Return the positions of a lookup or update, if it is along this dim alone."""
+    x = node.args[0]
+    if node.target in _ALONG:
+        along, index = node.args[1:3]
+        is_along = along % len(shape_of(node)) == dim
+        lookup = (dim, index) if is_along and shape_of(index) == shape_of(x) else None
+    else:
+        lookup = indexed(node)
+    if lookup is None or lookup[0] != dim:
         return None
-    positions, rows = _positions(index, shape_of(x)[dim], dim), None
-    if positions is not None:
-        rows = row_places(x, dim)
-    return None if rows is None or positions is None else rows.at(positions)
+    return _positions(lookup[1], shape_of(x)[dim], dim)
 
 
-def _scatter_add(node: fx.Node, dim: int) -> RowPlaces | None:
-    base, along, index, values = node.args[:4]
-    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(node):
-        return None
-    return _updated(node, dim, base, index, values)
-
-
-def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
+def _positions(index: fx.Node, n: int, dim: int) -> torch.Tensor | None:
     """Return the positions in an index that depends on no input, if all are in
     ``[0, n)``; for several dims those along ``dim``, if equal for all others."""
     if not 0 < math.prod(shape_of(index)) <= MOST_ROWS:
@@ -302,28 +281,62 @@ def has_same_shape(one: fx.Node, other: fx.Node) -> bool:
     return len(a) == len(b) and all(map(is_equal_size, a, b))
 
 
-def is_counted_from_ends(node: fx.Node) -> bool:
-    """Return whether a node's rows are given by constant numbers of rows from the ends
-    of its operands, at any size."""
-    return node.target in _BY_ENDS
+def _dim_argument(node: fx.Node) -> int | None:
+    return argument(node, 1, 0)
 
 
-# Op -> function that finds its rows: here at any size, below one by one.
-_BY_ENDS: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
-    aten.slice.Tensor: _slice,
-    aten.full.default: _constant,
-    aten.zeros.default: _constant,
-    aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _pad,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.add.Tensor: _add,
+def _index_dim(node: fx.Node) -> int | None:
+    lookup = indexed(node)
+    return None if lookup is None else lookup[0]
+
+
+def _scatter_dim(node: fx.Node) -> int | None:
+    """Return the dim of the ``slice_scatter`` among a node's operands, if any."""
+    if not any(
+        isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
+        for x in node.args
+    ):
+        return None
+    first = next(x for x in node.args if x.target is aten.slice_scatter.default)
+    return argument(first, 2, 0)
+
+
+def _cut_dim(node: fx.Node) -> int | None:
+    """Return the dim of a slice of a pad or a join; None for other slices."""
+    longer = aten.constant_pad_nd.default, aten.cat.default
+    return _dim_argument(node) if node.args[0].target in longer else None
+
+
+@dataclass(frozen=True)
+class Mover:
+    """Describes how an op moves rows."""
+
+    # Finds the rows of a node along a dim.
+    rows: Callable[[fx.Node, int], RowPlaces | None]
+    # Returns the dim along which a node may be a shift; None if there is none.
+    dim: Callable[[fx.Node], int | None] = lambda node: None
+    # Whether its rows are given by constant numbers of rows from the ends of its
+    # operands, at any size; else they are found one by one.
+    by_ends: bool = False
+
+
+MOVERS: dict[Any, Mover] = {
+    aten.slice.Tensor: Mover(_slice, _cut_dim, True),
+    aten.full.default: Mover(_constant, by_ends=True),
+    aten.zeros.default: Mover(_constant, by_ends=True),
+    aten.cat.default: Mover(_cat, _dim_argument, True),
+    aten.constant_pad_nd.default: Mover(_pad, padded_dim, True),
+    aten.slice_scatter.default: Mover(
+        _slice_scatter, lambda node: argument(node, 2, 0), True
+    ),
+    aten.add.Tensor: Mover(_add, _scatter_dim, True),
+    aten.index.Tensor: Mover(_lookup, _index_dim),
+    aten._unsafe_index.Tensor: Mover(_lookup, _index_dim),
+    aten.index_select.default: Mover(_lookup, _index_dim),
+    aten.index_put.default: Mover(_update, _index_dim),
+    aten._unsafe_index_put.default: Mover(_update, _index_dim),
+    aten.gather.default: Mover(_lookup, _dim_argument),
+    aten.scatter_add.default: Mover(_update, _dim_argument),
 }
-_ONE_BY_ONE: dict[Any, Callable[[fx.Node, int], RowPlaces | None]] = {
-    aten.index.Tensor: _index,
-    aten._unsafe_index.Tensor: _index,
-    aten.index_select.default: _index,
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: _index_put,
-    aten.gather.default: _gather,
-    aten.scatter_add.default: _scatter_add,
-}
+# Those with the dim as an argument, and an index of the operand's shape.
+_ALONG = (aten.gather.default, aten.scatter_add.default)

@@ -37,13 +37,13 @@ from fxpar.graph.builder import Builder
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes.attention.local_attention import restrided
 from fxpar.passes.attention.merge_attention import (
-    BIASES,
     RunningAttention,
     aligned,
     log_of_sum,
     of_visible,
     weighted,
 )
+from fxpar.sharding.op_facts import BIASES
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

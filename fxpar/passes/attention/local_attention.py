@@ -25,7 +25,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.passes.attention import causal_attention, merge_attention
-from fxpar.passes.attention.merge_attention import BIASES, weighted
+from fxpar.passes.attention.merge_attention import weighted
+from fxpar.sharding.op_facts import BIASES
 from fxpar.sharding.op_table import keys
 from fxpar.sharding.ops import LOCAL
 from fxpar.sharding.ops.local_call import LocalCall

@@ -21,9 +21,6 @@ from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten
 
-# The argument names of an attention's mask or bias.
-BIASES = ("attn_mask", "attn_bias", "bias")
-
 # In memory a row of a bias is padded to a multiple of so many elements.
 _GRAIN = 16
 

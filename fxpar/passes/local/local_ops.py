@@ -7,10 +7,8 @@ by op. Never: an op inside a body communicates (``sharding.body_rules``).
 Most ops compute their shard from the shards of their operands unchanged. For the others
 the row (``sharding.ops``) has a local form: an index into a split dim must be shifted
 by the rank's offset and masked where it points elsewhere, a size among the arguments
-must become the local one, a random op must count by global index. Of ops that move
-rows of a split dim (``Rule.moves``) operands are joined, ranks exchange rows in one
-step, and the received rows are split into the results, each contiguous; several dims
-are done one after the other. Rows of a symbolic size are refused (``Inexpressible``).
+must become the local one, a random op must count by global index. Ops that move rows of
+a split dim (``Rule.moves``) exchange them (``sharding.ops.reads``).
 """
 
 from __future__ import annotations
@@ -25,91 +23,26 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.node_copies import add_node
-from fxpar._torch.symbols import Inexpressible
 from fxpar.errors import PlanError
-from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.attention import local_attention as _attention  # noqa: F401  (forms)
 from fxpar.passes.attention import local_documents as _documents  # noqa: F401  (forms)
 from fxpar.passes.attention import local_flex as _flex  # noqa: F401  (forms)
-from fxpar.sharding import shard_sizes
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
-from fxpar.sharding.factors import Axes, RowMoves
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.op_table import look_up, tensors_of
-from fxpar.sharding.ops import LOCAL, row_of
+from fxpar.sharding.ops import LOCAL, reads, row_of
 from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
-from fxpar.sharding.row_moves import Exchange, turn_of
-from fxpar.sharding.shift_messages import exchange_of, is_by_permutes
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
-
-
-def is_exchange(call: LocalCall) -> bool:
-    """Return whether an op moves rows between ranks by exchanges, not by permutes
-    (``halos``)."""
-    exchanges = (_exchange(call, moves) for moves in call.rule.moves)
-    target, mesh = call.node.target, call.build.mesh
-    return any(x.axes and not is_by_permutes(target, x, mesh) for x in exchanges)
-
-
-def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
-    """Return the results of a call, a tuple if there are several."""
-    values = list(operands)
-    for moves in call.rule.moves:
-        if not all(isinstance(s[moves.dim], int) for s in call.shapes):
-            raise Inexpressible("rows are moved along a dim whose size is dynamic")
-        values = _moved(call, values, _exchange(call, moves))
-    several = not isinstance(call.node.meta["val"], torch.Tensor)
-    return tuple(values) if several else values[0]
-
-
-def _exchange(call: LocalCall, moves: RowMoves) -> Exchange:
-    return exchange_of(moves, call.operands, call.results, call.build.mesh)
-
-
-def _moved(
-    call: LocalCall, operands: Sequence[fx.Node], exchange: Exchange
-) -> list[fx.Node]:
-    build, moves, dim = call.build, exchange.moves, exchange.moves.dim
-    x = operands[0]
-    if len(operands) > 1:
-        x = build.call(aten.cat.default, list(operands), dim)
-    moved = collective_nodes.exchange_step(build, x, exchange)
-    if moves.turns > 1:
-        return [_repeated(call, moved, exchange)]
-    if len(moves.targets) == 1:
-        return [moved]
-    out, start = [], 0
-    for n, split in zip(moves.targets, exchange.split_targets, strict=True):
-        rows = build.own_size(n, exchange.axes) if split else n
-        end = build.compute(operator.add, start, rows)
-        part = build.call(aten.slice.Tensor, moved, dim, start, end)
-        contiguous = torch.contiguous_format
-        out.append(build.call(aten.clone.default, part, memory_format=contiguous))
-        start = end
-    return out
-
-
-def _repeated(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
-    """Return this rank's rows of a result that repeats, from its first turn ``x``."""
-    build, dim, (n,) = call.build, exchange.moves.dim, exchange.moves.targets
-    (split,) = exchange.split_targets
-    axes = exchange.axes if split else ()
-    turns = -(-shard_sizes.largest(n, build.mesh, axes) // turn_of(exchange.moves))
-    if turns == 1:
-        return x
-    repeats = [turns if d == dim else 1 for d in range(x.meta["val"].dim())]
-    x = build.call(aten.repeat.default, x, repeats)
-    rows = build.own_size(n, axes)
-    x = build.call(aten.slice.Tensor, x, dim, 0, rows)
-    return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
 
 # Key of ``meta``: position of a result -> [(dim to slice, its size)].
 CUTS = "fxpar_cuts"
@@ -180,8 +113,8 @@ def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = look_up(LOCAL, target)
-    if call.rule.moves and is_exchange(call):
-        return local_moves(call, _operands(args, kwargs))
+    if call.rule.moves and reads.is_exchange(call):
+        return reads.moved(call, _operands(args, kwargs))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)
@@ -192,23 +125,6 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
 
 
 Local = Callable[[fx.Node], Any]
-
-# Ops of fxpar that have to be replaced even where nothing is sharded.
-OWN = {
-    torch.ops.fxpar.dot.default,
-    torch.ops.fxpar.constrain.default,
-    torch.ops.fxpar.mean_over_ranks.default,
-    torch.ops.fxpar.with_gradient_of.default,
-    torch.ops.fxpar.shift.default,
-    torch.ops.fxpar.scan_back.default,
-    torch.ops.fxpar.choice_back.default,
-    torch.ops.fxpar.sum_turns.default,
-    torch.ops.fxpar.interleave.default,
-    torch.ops.fxpar.enter_region.default,
-    torch.ops.fxpar.leave_region.default,
-    torch.ops.fxpar.collective.default,
-    torch.ops.fxpar.axis_index.default,
-}
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
@@ -257,7 +173,8 @@ def local_op(
         (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
     all_whole = all(s.is_whole for s in operands + results)
-    if all_whole and op.target not in OWN and _has_global_layouts(node, local):
+    is_kept = all_whole and not op_facts_of(op.target).replaced
+    if is_kept and _has_global_layouts(node, local):
         return _copied(build, node, args, kwargs)
     shapes = _shapes(op, program)
     call = LocalCall(build, node, op.rule, operands, results, shapes)

@@ -23,6 +23,7 @@ from fxpar.graph.builder import Builder, is_zeros
 from fxpar.sharding import row_moves, shared_rows
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops.reads import copied_rows
 from fxpar.sharding.row_moves import Exchange
 
 aten = torch.ops.aten
@@ -73,20 +74,14 @@ def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     with build.before(nodes[0]):
         read = collective_nodes.exchange_step(build, x, window)
         count = build.own_size(moves.targets[0], window.axes)
-        slices = {
-            first: _cut(build, read, moves.dim, first - min(firsts), count)
-            for first in sorted(set(firsts))
-        }
+        slices = {}
+        for first in sorted(set(firsts)):
+            start = first - min(firsts)
+            end = build.compute(operator.add, count, start)
+            slices[first] = copied_rows(build, read, moves.dim, start, end)
     for node, first in zip(nodes, firsts, strict=True):
         build.replace(node, slices[first])
     return True
-
-
-def _cut(build: Builder, x: fx.Node, dim: int, start: int, rows: Any) -> fx.Node:
-    end = build.compute(operator.add, rows, start)
-    part = build.call(aten.slice.Tensor, x, dim, start, end)
-    contiguous = torch.contiguous_format
-    return build.call(aten.clone.default, part, memory_format=contiguous)
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -19,17 +19,7 @@ from fxpar import _torch
 from fxpar._torch.symbols import hint_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
-
-# Ops on [..., sequence, heads, features]. Ranks hold parts of their queries where
-# nothing counts places, or where documents begin and end, which is data.
-_SEQUENCE_BEFORE_HEADS = (
-    *("_flash_attention_forward", "_flash_attention_backward"),
-    *("_efficient_attention_forward", "_efficient_attention_backward"),
-    *("_varlen_attn", "_varlen_attn_backward"),
-)
-
-# Argument names of a mask or bias in addition to a causal one.
-_MASKS = ("attn_mask", "attn_bias", "bias")
+from fxpar.sharding.op_facts import BIASES, op_facts_of
 
 # (queries, keys, ahead): query ``i`` sees keys up to ``i + ahead``, which is an int, or
 # a function of the rank, as ``_expression`` writes it.
@@ -63,11 +53,11 @@ def hidden_share(node: fx.Node) -> float:
     return 1.0 - seen_share(node) if "is_causal" in _names(node.target) else 0.0
 
 
-@cache
 def sequence_dim(target: Any) -> int:
     """Return the dim of an attention's queries and keys that is the sequence, from the
-    end."""
-    return -3 if _name(target) in _SEQUENCE_BEFORE_HEADS else -2
+    end. Ranks hold parts of the queries of ops on [..., sequence, heads, features]
+    where nothing counts places, or where documents begin and end, which is data."""
+    return -3 if op_facts_of(target).seq_first else -2
 
 
 def is_packed(node: fx.Node) -> bool:
@@ -88,7 +78,7 @@ def has_causal_mask(node: fx.Node) -> bool:
     names = _names(node.target)
     if "is_causal" not in names or sequence_dim(node.target) == -3:
         return False
-    masks = (_argument(node, names, name) for name in _MASKS if name in names)
+    masks = (_argument(node, names, name) for name in BIASES if name in names)
     return bool(_argument(node, names, "is_causal")) and not any(
         isinstance(mask, fx.Node) for mask in masks
     )
@@ -109,11 +99,6 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     most = visible_pairs(rows, columns, queries - rows)
     mean = visible_pairs(queries, keys, 0) / (query_parts * key_parts)
     return most / mean if mean else 1.0
-
-
-def _name(target: Any) -> str:
-    schema = _torch.objects.schema_of(target)
-    return (str(target) if schema is None else schema.name).split("::")[-1]
 
 
 @cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,17 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 from fxpar.sharding.op_table import by_rank, names, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import added_at, rows_at
+from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
-    axes_of,
     exchange_of,
     split_dims,
+    window_shape,
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.pools import ShardWithHalo, reindexed, shards_with_halos
 from fxpar.sharding.ops.reduction import least
 from fxpar.sharding.ops.window_dims import each
 
@@ -67,7 +69,9 @@ def _parts(
     return rows, parts, tuple(windows)
 
 
-def _forward(k: int, results: int, x: torch.Tensor, few: int | Sequence[int]) -> Rule:
+def _forward(
+    k: int, x: torch.Tensor, few: int | Sequence[int], results: int = 1
+) -> Rule:
     first = x.dim() - k
     rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0)
     lead = names(first)
@@ -83,14 +87,6 @@ def _backward(k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any) -> Rule:
     read = [[*lead, *parts], [*lead, *rows], *[[*lead, *parts]] * len(index)]
     words = text(*read, results=[[*lead, *rows]])
     return replace(parse_rule(words), windows=windows)
-
-
-def _average(k: int, *args: Any) -> Rule:
-    return _forward(k, 1, *args)
-
-
-def _maximum(k: int, *args: Any) -> Rule:
-    return _forward(k, 2, *args)
 
 
 # Local forms
@@ -122,17 +118,14 @@ class UnevenParts:
 
     def arranged(self, x: fx.Node, fill: int | float) -> fx.Node:
         """Return the rows of ``x``, laid out part after part."""
-        build = self.call.build
-        x = build.call(aten.index.Tensor, x, [*[None] * self.dim, self.places])
+        x = rows_at(self.call, x, self.dim, self.places)
         return self.call.where(self._along(x, self.inside), x, fill)
 
     def added(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """Return a tensor of this shape, to whose rows the values of laid out rows are
         added."""
         x = self.call.where(self._along(x, self.inside), x, 0)
-        zeros = self.call.full(shape, 0, x)
-        indices = [*[None] * self.dim, self.places]
-        return self.call.build.call(aten.index_put.default, zeros, indices, x, True)
+        return added_at(self.call, x, shape, self.dim, self.places)
 
     def averaged(self, x: fx.Node) -> fx.Node:
         """Return averages over the rows of each part, from averages over the longest
@@ -150,8 +143,7 @@ class UnevenParts:
             shifts = self._along(index, self.shifts)
             return self.call.build.call(aten.mul.Tensor, shifts, sign)
 
-        axes = axes_of(self.call, self.window.position, self.dim)
-        return ShardWithHalo(axes, self.window.rows, self.rows, start)
+        return ShardWithHalo(self.window.rows, self.rows, start)
 
     def _along(self, x: fx.Node, numbers: fx.Node) -> fx.Node:
         """Return numbers for the rows of the dim, in a shape that broadcasts."""
@@ -268,14 +260,6 @@ def _local_maximum_backward(
     return _added(call, parts, 3, gradient)
 
 
-def _shape(call: LocalCall, position: int) -> list[Size]:
-    """Return the shape of the rows of the pooled tensor that a rank reads."""
-    shape: list[Size] = list(call.operand_shape(1))
-    for window in windows_of(call, position):
-        shape[window.dim] = call.build.window_rows(exchange_of(call, window))
-    return shape
-
-
 def _of_pooled_shape(
     call: LocalCall, x: fx.Node, parts: Sequence[UnevenParts], position: int
 ) -> fx.Node:
@@ -283,7 +267,7 @@ def _of_pooled_shape(
     used."""
     if not windows_of(call, position):
         return x
-    shape = _shape(call, position)
+    shape = window_shape(call, call.operand_shape(1), position)
     for one in parts:
         shape[one.dim] = one.rows
     return call.full(shape, 0, x)
@@ -293,7 +277,7 @@ def _added(
     call: LocalCall, parts: Sequence[UnevenParts], position: int, gradient: fx.Node
 ) -> fx.Node:
     """Return the gradient of a rank's rows from gradients of laid out rows."""
-    shape = _shape(call, position)
+    shape = window_shape(call, call.operand_shape(1), position)
     for i, one in enumerate(parts):
         own = list(shape)
         for other in parts[i + 1 :]:
@@ -303,8 +287,8 @@ def _added(
 
 
 ROWS = {
-    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _average, _local_average, linear="0"),
-    **by_rank("_adaptive_avg_pool{}d", (2, 3), _average, _local_average, linear="0"),
+    **by_rank("adaptive_avg_pool{}d", (1, 2, 3), _forward, _local_average, linear="0"),
+    **by_rank("_adaptive_avg_pool{}d", (2, 3), _forward, _local_average, linear="0"),
     **by_rank(
         "_adaptive_avg_pool{}d_backward",
         (2, 3),
@@ -312,7 +296,9 @@ ROWS = {
         _local_average_backward,
         linear="0",
     ),
-    **by_rank("adaptive_max_pool{}d", (2, 3), _maximum, _local_maximum),
+    **by_rank(
+        "adaptive_max_pool{}d", (2, 3), partial(_forward, results=2), _local_maximum
+    ),
     **by_rank(
         "adaptive_max_pool{}d_backward",
         (2, 3),

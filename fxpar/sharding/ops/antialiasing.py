@@ -25,7 +25,9 @@ from torch import fx
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
 from fxpar.sharding.op_table import Row, names, rows, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.own_rows import added_at, rows_at, trailing
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
     exchange_of,
@@ -33,8 +35,6 @@ from fxpar.sharding.ops.halos import (
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import trailing
 
 aten = torch.ops.aten
 
@@ -283,7 +283,7 @@ def _local_resampled(
     for dim in _dims(kind, call, 0, call.local_shape(), size, *how):
         places, weights = _weights(kind, call, dim)
         weights = _per_row(call, weights, x, dim.dim)
-        rows = build.call(aten.index.Tensor, x, [*[None] * dim.dim, places])
+        rows = rows_at(call, x, dim.dim, places)
         rows = build.call(aten.mul.Tensor, rows, weights)
         x = build.call(aten.sum.dim_IntList, rows, [dim.dim + 1])
     return build.cast(x, dtype)
@@ -309,9 +309,7 @@ def _local_resampled_backward(
         full[dim.dim] = dim.how.rows
         if dim.window is not None:
             full[dim.dim] = build.window_rows(exchange_of(call, dim.window))
-        zeros = call.full(full, 0, x)
-        index = [*[None] * dim.dim, places]
-        x = build.call(aten.index_put.default, zeros, index, rows, True)
+        x = added_at(call, rows, full, dim.dim, places)
     return build.cast(add_halo_rows(call, x, 1), dtype)
 
 

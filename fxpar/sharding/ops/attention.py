@@ -8,6 +8,9 @@ gradients of queries plain summands. A causal mask counts places in the whole
 sequence (``passes.attention.local_attention``). Seeds, reserves and empty results are
 equal on every rank.
 
+Tensors get their words by the names of arguments in an op's schema, which all kernels
+share.
+
 In: calls of these ops. Out: their rules.
 Never: splits a call with dropout, as a kernel draws its mask by local position; nor one
 with ragged sequences, or one that returns a debug mask.
@@ -15,336 +18,319 @@ with ragged sequences, or one that returns a debug mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from fxpar.sharding.op_table import make, rows
-from fxpar.sharding.ops.attention_heads import (
-    FURTHER,
-    Heads,
-    Maybe,
-    given_tensors,
-    heads_of,
-    is_ragged,
-    whole_dims,
-)
+from fxpar import _torch
+from fxpar.sharding.factors import Gathered, Rule, parse_rule
+from fxpar.sharding.op_facts import BIASES
+from fxpar.sharding.op_table import Row, align, keys, make, rows, text
 
 aten = torch.ops.aten
 
-# Flash
+# Words of results that depend on no operand: equal on every rank.
+FURTHER = ["~"]
 
 
-def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    words = heads_of(q, k, queries=True, keys=True)
-    if dropout_p or debug or words is None:
-        return None
-    return words.forward(*words.inputs)
+@dataclass(frozen=True)
+class Heads:
+    """Holds the words per tensor of one call."""
+
+    # A word per dim.
+    query: list[str]
+    # A word per dim.
+    key: list[str]
+    # A word per dim.
+    value: list[str]
+    # A word per dim of the output.
+    out: list[str]
+    # Of [batch, query heads, queries, keys].
+    scores: list[str]
+    # Sizes of the scores' dims.
+    sizes: list[int]
+    # Query heads per key head.
+    groups: int
+    # Whether there is a mask: all shards of the keys are then equal, as a mask may
+    # leave shards no weights but their numbers of keys.
+    masked: bool
+
+    @property
+    def inputs(self) -> tuple[list[str], list[str], list[str]]:
+        return self.query, self.key, self.value
+
+    @property
+    def has_split_keys(self) -> bool:
+        return not self.scores[3].endswith("!")
+
+    @property
+    def logsumexp(self) -> list[str]:
+        return self.scores[:3]
+
+    @property
+    def padded(self) -> list[str]:
+        """Return a log-sum-exp whose last dim is not the queries'."""
+        return [*self.scores[:2], "_"]
+
+    def bias(self, x: torch.Tensor | None) -> list[list[str]]:
+        """Return the words of a mask or bias that broadcasts to the scores, if there is
+        one."""
+        if x is None:
+            return []
+        few = x.dim() < 2
+        return [["_"] * x.dim() if few else align(x.shape, self.sizes, self.scores)]
+
+    def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
+        rule = parse_rule(text(*operands, results=results))
+        sizes = (("g", self.groups),) if self.groups > 1 else ()
+        evenly = frozenset("t") if self.masked and self.has_split_keys else frozenset()
+        return replace(rule, sizes=sizes, evenly=evenly)
+
+    def forward(self, *operands: Sequence[str], logsumexp: Sequence[str]) -> Rule:
+        """Return the rule of a forward with output, log-sum-exp and further results."""
+        results = [self.out, logsumexp, FURTHER]
+        rule = self.rule(*operands, results=results)
+        if not self.has_split_keys:
+            return rule
+        return replace(rule, gathered=(Gathered("t", len(operands) + 1),))
 
 
-def _flash_backward(
-    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
-    seed, offset, *, scale=None,
-):  # fmt: skip
-    words = heads_of(q, k, queries=True, keys=True)
-    if dropout_p or words is None or is_ragged(starts_q, starts_k):
-        return None
-    starts = given_tensors(starts_q, starts_k, seed, offset)
-    return words.rule(
-        words.out, *words.inputs, words.out, words.logsumexp, *starts,
-        results=words.inputs,
-    )  # fmt: skip
-
-
-def _flash_forward(
-    q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, debug, **rest: Any
-):
-    split = not is_causal and not _has_window(rest)
-    words = heads_of(q, k, seq_first=True, queries=split)
-    extra = any(isinstance(x, torch.Tensor) for x in rest.values())
-    if dropout_p or debug or extra or words is None or is_ragged(starts_q, starts_k):
-        return None
-    starts = given_tensors(starts_q, starts_k)
-    results = [words.out, words.logsumexp, FURTHER]
-    return words.rule(*words.inputs, *starts, results=results)
-
-
-def _flash_forward_backward(
-    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
-    seed, unused, **rest: Any,
-):  # fmt: skip
-    split = not is_causal and not _has_window(rest)
-    words = heads_of(q, k, seq_first=True, queries=split)
-    if dropout_p or words is None or is_ragged(starts_q, starts_k):
-        return None
-    starts = given_tensors(starts_q, starts_k, seed, unused)
-    return words.rule(
-        words.out, *words.inputs, words.out, words.logsumexp, *starts,
-        results=words.inputs,
-    )  # fmt: skip
-
-
-def _has_window(rest: dict[str, Any]) -> bool:
-    """Return whether a sliding window counts positions."""
-    return any(
-        rest.get(f"window_size_{side}") is not None for side in ("left", "right")
-    )
-
-
-def _for_cpu(q: torch.Tensor, k: torch.Tensor, mask: Maybe) -> Heads | None:
-    """Return words of the kernel on CPU."""
-    return heads_of(q, k, queries=True, keys=True, masked=mask is not None)
-
-
-def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    words = _for_cpu(q, k, attn_mask)
-    if dropout_p or words is None:
-        return None
-    return words.forward(*words.inputs, *words.bias(attn_mask))
-
-
-def _flash_cpu_backward(
-    grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
-):
-    words = _for_cpu(q, k, attn_mask)
-    if dropout_p or words is None:
-        return None
-    return words.rule(
-        words.out, *words.inputs, words.out, words.logsumexp, *words.bias(attn_mask),
-        results=words.inputs,
-    )  # fmt: skip
-
-
-# Memory-efficient
-
-
-def _efficient(
-    q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None
-):
-    words = _memory_efficient(q, k, bias, compute_lse)
-    if dropout_p or words is None:
-        return None
-    lse = (
-        words.merged if compute_lse and _has_fitting_rows(q) else [*words.padded, "~t"]
-    )
-    return words.forward(*words.inputs, *words.bias(bias), logsumexp=lse)
-
-
-def _memory_efficient(
-    q: torch.Tensor, k: torch.Tensor, bias: Maybe, compute_lse: bool
+def heads_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    seq_first: bool = False,
+    queries: bool = False,
+    keys: bool = False,
+    masked: bool = False,
 ) -> Heads | None:
-    """Return words of a kernel whose log-sum-exp, if it gives one, pads rows to
-    multiples of 32."""
-    queries, masked = _has_fitting_rows(q) or not compute_lse, bias is not None
-    return heads_of(q, k, queries=queries, keys=compute_lse, masked=masked)
+    """Return the words of a call; None if it does not have four dims, or heads that
+    divide. ``seq_first``: tensors are [batch, sequence, heads, dim]; ``queries``,
+    ``keys``: whether they may be split along the sequence; ``masked``: whether there is
+    a mask."""
+    h, s = (2, 1) if seq_first else (1, 2)
+    if q.dim() != 4 or q.shape[h] % k.shape[h]:
+        return None
+    groups = int(q.shape[h] // k.shape[h])
+    heads = "(h g)" if groups > 1 else "h"
+    places, seen = "s" if queries else "s!", "t" if keys else "t!"
+
+    def words(head: str, place: str, last: str) -> list[str]:
+        return ["b", place, head, last] if seq_first else ["b", head, place, last]
+
+    return Heads(
+        query=words(heads, places, "d!"),
+        key=words("h", seen, "d!"),
+        value=words("h", seen, "e!"),
+        out=words(heads, places, "e!"),
+        scores=["b", heads, places, seen],
+        sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
+        groups=groups,
+        masked=masked,
+    )
 
 
-def _has_fitting_rows(q: torch.Tensor) -> bool:
-    """Return whether a log-sum-exp of the memory-efficient kernel has a row per
-    query."""
+# Kernels
+
+# Argument name -> value.
+Call = dict[str, Any]
+
+# Arguments that are whole: of a kernel's random numbers, and starts of sequences, which
+# are empty where every sequence has a row of its own.
+_WHOLE = ("philox_seed", "philox_offset", "rng_state", "unused")
+_STARTS = ("cum_seq_q", "cum_seq_k")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Describes a kernel, as functions of a call."""
+
+    # Whether queries, and whether keys, may be split along the sequence.
+    splits: Callable[[Call], tuple[bool, bool]]
+    # Whether the log-sum-exp has a row for each query; else it may be padded, or empty.
+    by_query: Callable[[Call], bool] = lambda call: True
+    # Whether the log-sum-exp has one more dim, of size 1.
+    has_column: bool = False
+    # Whether a backward gives the gradient of a bias, if there is one.
+    of_bias: Callable[[Call], bool] = lambda call: False
+    # Whether tensors are [batch, sequence, heads, dim].
+    seq_first: bool = False
+
+    def words(self, call: Call) -> Heads | None:
+        """Return the words of a call."""
+        queries, keys = self.splits(call)
+        return heads_of(
+            call["query"],
+            call["key"],
+            seq_first=self.seq_first,
+            queries=queries,
+            keys=keys,
+            masked=any(call.get(name) is not None for name in BIASES),
+        )
+
+
+def _has_logsumexp(call: Call) -> bool:
+    return bool(call.get("compute_log_sumexp", True))
+
+
+def _has_fitting_rows(call: Call) -> bool:
+    """Return whether a log-sum-exp of the memory-efficient kernel, which pads rows to
+    multiples of 32, has a row per query."""
+    q = call["query"]
     return q.dim() == 4 and int(q.shape[2]) % 32 == 0
 
 
-def _efficient_backward(
-    grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *,
-    scale=None,
-):  # fmt: skip
-    words = _memory_efficient(q, k, bias, True)
+def _has_bias_gradient(call: Call) -> bool:
+    return "grad_input_mask" in call and bool(call["grad_input_mask"][3])
+
+
+def _efficient_splits(call: Call) -> tuple[bool, bool]:
     # The gradient of a bias has the bias's shape, not that of a causal mask.
-    if words is not None and is_causal and mask[3]:
-        words = heads_of(q, k)
-    if dropout_p or words is None:
+    if call.get("is_causal") and _has_bias_gradient(call):
+        return False, False
+    has_lse = _has_logsumexp(call)
+    return _has_fitting_rows(call) or not has_lse, has_lse
+
+
+def _has_places(call: Call) -> bool:
+    """Return whether a causal mask or a sliding window counts positions."""
+    sides = (call.get(f"window_size_{side}") for side in ("left", "right"))
+    return call["is_causal"] or any(side is not None for side in sides)
+
+
+_NEITHER = (False, False)
+_FLASH = _Kernel(lambda call: (True, True))
+# Name of a forward -> its kernel; the backward has its name, too.
+_KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": _FLASH,
+    "_scaled_dot_product_flash_attention": _FLASH,
+    "_flash_attention_forward": _Kernel(
+        lambda call: (not _has_places(call), False), seq_first=True
+    ),
+    "_scaled_dot_product_efficient_attention": _Kernel(
+        _efficient_splits,
+        lambda call: _has_logsumexp(call) and _has_fitting_rows(call),
+        of_bias=_has_bias_gradient,
+    ),
+    "_efficient_attention_forward": _Kernel(
+        lambda call: _NEITHER,
+        lambda call: False,
+        of_bias=lambda call: call["bias_requires_grad"],
+        seq_first=True,
+    ),
+    "_scaled_dot_product_cudnn_attention": _Kernel(
+        lambda call: (_has_logsumexp(call),) * 2, _has_logsumexp, has_column=True
+    ),
+    "_scaled_dot_product_fused_attention_overrideable": _Kernel(
+        lambda call: _NEITHER, lambda call: False, of_bias=lambda call: True
+    ),
+}
+
+
+def _named(op: Any, rule: Callable[[Call], Rule | None]) -> Callable[..., Rule | None]:
+    """Return the rule function of an op, by a function of its arguments by name."""
+    names = [argument.name for argument in _torch.objects.schema_of(op).arguments]
+    return lambda *args, **rest: rule(dict(zip(names, args, strict=False)) | rest)
+
+
+def _fused(kernel: _Kernel, backward: bool, call: Call) -> Rule | None:
+    words = kernel.words(call)
+    if words is None:
         return None
-    lse = words.logsumexp if _has_fitting_rows(q) else words.padded
-    biases = words.bias(bias)
-    # The mask concerns only the bias: the other gradients are always made.
-    results = [*words.inputs, *(biases if mask[3] else [])]
-    return words.rule(
-        words.out, *words.inputs, *biases, words.out, lse, *given_tensors(seed, offset),
-        results=results,
-    )  # fmt: skip
-
-
-def _efficient_forward(
-    q, k, v, bias, starts_q, starts_k, max_q, max_k, dropout_p, mask_type,
-    compute_lse=False, *, scale=None, seqlen_k=None, window_size=None,
-):  # fmt: skip
-    words = heads_of(q, k, seq_first=True)
-    if dropout_p or words is None or given_tensors(starts_q, starts_k, seqlen_k):
+    lse = words.logsumexp if kernel.by_query(call) else words.padded
+    lse = [*lse, "_"] if kernel.has_column else lse
+    operands = _operands(call, words, lse)
+    if operands is None:
         return None
-    return words.rule(
-        *words.inputs, *words.bias(bias), results=[words.out, words.padded, FURTHER]
-    )
+    if not backward:
+        return words.forward(*operands, logsumexp=[*lse, "~t"])
+    bias = next((call[name] for name in BIASES if name in call), None)
+    grads = words.bias(bias) if kernel.of_bias(call) else []
+    # A kernel that is asked for the gradient of a bias by a flag gives an empty one.
+    further = [FURTHER] if "bias_requires_grad" in call and not grads else []
+    return words.rule(*operands, results=[*words.inputs, *grads, *further])
 
 
-def _efficient_forward_backward(
-    grad, q, k, v, bias, out, starts_q, starts_k, max_q, max_k, lse, dropout_p, seed,
-    offset, mask_type, bias_requires_grad, **rest: Any,
-):  # fmt: skip
-    words = heads_of(q, k, seq_first=True)
-    if dropout_p or words is None or given_tensors(starts_q, starts_k):
+def _operands(
+    call: Call, words: Heads, lse: Sequence[str] = ()
+) -> list[Sequence[str]] | None:
+    """Return the words of a call's tensors; None if it draws numbers, or has a tensor
+    that is not known here."""
+    if call.get("dropout_p") or call.get("return_debug_mask"):
         return None
-    biases = words.bias(bias)
-    grads = biases if bias_requires_grad and biases else [FURTHER]
-    return words.rule(
-        words.out, *words.inputs, *biases, words.out, words.padded,
-        *given_tensors(seed, offset), results=[*words.inputs, *grads],
-    )  # fmt: skip
+    own = dict(zip(("query", "key", "value"), words.inputs, strict=True))
+    out = dict.fromkeys(("out", "grad_out", "grad_out_"), words.out)
+    own |= out | {"logsumexp": [*lse]}
+    operands: list[Sequence[str]] = []
+    for name, x in call.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        if name in BIASES:
+            operands += words.bias(x)
+        elif name in own:
+            operands.append(own[name])
+        elif name in _WHOLE or name in _STARTS and not x.numel():
+            operands.append(["_"] * x.dim())
+        else:
+            return None
+    return operands
 
 
-# cuDNN, and the form that other devices override
-
-
-def _cudnn(
-    q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
-    scale=None,
-):  # fmt: skip
-    masked = bias is not None
-    words = heads_of(q, k, queries=compute_lse, keys=compute_lse, masked=masked)
-    if dropout_p or debug or words is None:
+def _written_out(call: Call, *, scores: bool = False) -> Rule | None:
+    """Return the rule of attention by other ops. ``scores``: it gives the scores too,
+    and counts places itself."""
+    splits = not (scores and call.get("is_causal"))
+    words = heads_of(call["query"], call["key"], queries=splits)
+    operands = None if words is None else _operands(call, words)
+    if words is None or operands is None:
         return None
-    lse = [*words.logsumexp, "_", "~t"] if compute_lse else [*words.padded, "_", "~t"]
-    return words.forward(*words.inputs, *words.bias(bias), logsumexp=lse)
-
-
-def _cudnn_backward(
-    grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
-    dropout_p, is_causal, *, scale=None,
-):  # fmt: skip
-    words = heads_of(q, k, queries=True, keys=True, masked=bias is not None)
-    if dropout_p or words is None or is_ragged(starts_q, starts_k):
-        return None
-    return words.rule(
-        words.out, *words.inputs, words.out, [*words.logsumexp, "_"],
-        *given_tensors(seed, offset), *words.bias(bias),
-        *given_tensors(starts_q, starts_k), results=words.inputs,
-    )  # fmt: skip
-
-
-def _overrideable(
-    q, k, v, bias=None, dropout_p=0.0, is_causal=False, debug=False, *, scale=None
-):
-    words = heads_of(q, k)
-    if dropout_p or debug or words is None:
-        return None
-    results = [words.out, words.padded, FURTHER]
-    return words.rule(*words.inputs, *words.bias(bias), results=results)
-
-
-def _overrideable_backward(
-    grad, q, k, v, bias, mask, out, lse, starts_q, starts_k, max_q, max_k, dropout_p,
-    is_causal, seed, offset, *, scale=None,
-):  # fmt: skip
-    words = heads_of(q, k)
-    if dropout_p or words is None or is_ragged(starts_q, starts_k):
-        return None
-    biases = words.bias(bias)
-    return words.rule(
-        words.out, *words.inputs, *biases, words.out, words.padded,
-        *given_tensors(starts_q, starts_k, seed, offset),
-        results=[*words.inputs, *biases],
-    )  # fmt: skip
-
-
-# Written out
-
-
-def _math(
-    q, k, v, mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *,
-    scale=None, enable_gqa=False,
-):  # fmt: skip
-    words = heads_of(q, k, queries=not is_causal)
-    if dropout_p or dropout_mask is not None or words is None:
-        return None
-    results = [words.out, words.scores]
-    return words.rule(*words.inputs, *words.bias(mask), results=results)
-
-
-def _plain(
-    q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-):
-    words = heads_of(q, k, queries=True)
-    if dropout_p or words is None:
-        return None
-    return words.rule(*words.inputs, *words.bias(mask), results=[words.out])
+    return words.rule(*operands, results=[words.out, *[words.scores] * scores])
 
 
 # Whole layers that torch runs as one op in eval, weights included
 
-
-def _encoder_layer(
-    src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu,
-    norm_first, eps, norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2, up_weight,
-    up_bias, down_weight, down_bias, mask=None, mask_type=None,
-):  # fmt: skip
-    if src.dim() != 3:
-        return None
-    weights = given_tensors(
-        qkv_weight, qkv_bias, proj_weight, proj_bias, norm_weight_1, norm_bias_1,
-        norm_weight_2, norm_bias_2, up_weight, up_bias, down_weight, down_bias,
-    )  # fmt: skip
-    return make([_BATCHED, *weights, *_mask_of_layer(mask, mask_type)], [_BATCHED])
-
-
-def _multi_head(
-    q, k, v, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias,
-    mask=None, need_weights=True, average_weights=True, mask_type=None,
-):  # fmt: skip
-    if q.dim() != 3:
-        return None
-    weights = given_tensors(qkv_weight, qkv_bias, proj_weight, proj_bias)
-    scores = _BATCHED if average_weights else [*_BATCHED, "_"]
-    operands = [*[_BATCHED] * 3, *weights, *_mask_of_layer(mask, mask_type)]
-    return make(operands, [_BATCHED, scores if need_weights else ["_"]])
-
-
 _BATCHED = ["b", "_", "_"]
 
 
-def _mask_of_layer(mask: Maybe, mask_type: int | None) -> list[list[str]]:
-    """Return the words of a mask of queries by keys (type 0), or with the batch as
-    first dim."""
-    if not isinstance(mask, torch.Tensor):
-        return []
-    return [whole_dims(mask) if mask_type == 0 else ["b", *whole_dims(mask)[1:]]]
+def _layer(call: Call) -> Rule | None:
+    """Return the rule; a mask has queries and keys (type 0), or the batch as first
+    dim."""
+    inputs, operands = ("src", "query", "key", "value"), []
+    for name, x in call.items():
+        if isinstance(x, torch.Tensor):
+            by_batch = name in inputs or name == "mask" and call.get("mask_type") != 0
+            operands.append(["b"] * by_batch + ["_"] * (x.dim() - by_batch))
+    if operands[0] != _BATCHED:
+        return None
+    if "src" in call:
+        return make(operands, [_BATCHED])
+    scores = [*_BATCHED, *["_"] * (not call.get("average_attn_weights", True))]
+    gives = call.get("need_weights", True)
+    return make(operands, [_BATCHED, scores if gives else ["_"]])
 
 
-ROWS = {
-    **rows("scaled_dot_product_attention", _plain),
-    **rows("_scaled_dot_product_attention_math", _math),
-    **rows("_scaled_dot_product_flash_attention_for_cpu", _flash_cpu),
-    **rows(
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        _flash_cpu_backward,
-        linear="0",
-    ),
-    **rows("_scaled_dot_product_flash_attention", _flash),
-    **rows("_scaled_dot_product_flash_attention_backward", _flash_backward, linear="0"),
-    **rows("_flash_attention_forward", _flash_forward, facts="orders"),
-    **rows(
-        "_flash_attention_backward", _flash_forward_backward, linear="0", facts="orders"
-    ),
-    **rows("_scaled_dot_product_efficient_attention", _efficient),
-    **rows(
-        "_scaled_dot_product_efficient_attention_backward",
-        _efficient_backward,
-        linear="0",
-    ),
-    **rows("_efficient_attention_forward", _efficient_forward, facts="orders"),
-    **rows(
-        "_efficient_attention_backward",
-        _efficient_forward_backward,
-        linear="0",
-        facts="orders",
-    ),
-    **rows("_scaled_dot_product_cudnn_attention", _cudnn),
-    **rows("_scaled_dot_product_cudnn_attention_backward", _cudnn_backward, linear="0"),
-    **rows("_scaled_dot_product_fused_attention_overrideable", _overrideable),
-    **rows(
-        "_scaled_dot_product_fused_attention_overrideable_backward",
-        _overrideable_backward,
-        linear="0",
-    ),
-    **rows("_transformer_encoder_layer_fwd", _encoder_layer),
-    **rows("_native_multi_head_attention", _multi_head),
+def _row(
+    name: str, rule: Callable[[Call], Rule | None], **marks: Any
+) -> dict[Any, Row]:
+    """Return the row of an op, if this torch has it."""
+    return {
+        key: row
+        for op in keys(name)
+        for key, row in rows(name, _named(op, rule), **marks).items()
+    }
+
+
+ROWS: dict[Any, Row] = {
+    **_row("scaled_dot_product_attention", _written_out),
+    **_row("_scaled_dot_product_attention_math", partial(_written_out, scores=True)),
+    **_row("_transformer_encoder_layer_fwd", _layer),
+    **_row("_native_multi_head_attention", _layer),
 }
+for _forward, _kernel in _KERNELS.items():
+    _backward = f"{_forward.removesuffix('_forward')}_backward"
+    _facts = "orders seq_first" * _kernel.seq_first
+    ROWS |= _row(_forward, partial(_fused, _kernel, False), facts=_facts)
+    ROWS |= _row(_backward, partial(_fused, _kernel, True), linear="0", facts=_facts)

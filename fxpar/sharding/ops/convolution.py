@@ -27,7 +27,8 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.op_table import names, rows, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     halo_shaped,
     split_dims,
@@ -35,7 +36,6 @@ from fxpar.sharding.ops.halos import (
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.window_dims import (
     SlidingWindow,
     each,

@@ -23,10 +23,11 @@ Never: registers an op.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -49,18 +50,14 @@ from fxpar.sharding.factors import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
 from fxpar.sharding.op_table import make, names, rows, whole, words_of
-from fxpar.sharding.ops import halos
+from fxpar.sharding.ops import reads
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.moved_dims import moved, resized
 from fxpar.sharding.ops.pointwise import broadcast
+from fxpar.sharding.ops.slicing import moved, resized
 from fxpar.sharding.ops.views import contiguous
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
-
-
-def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
-    return equation
 
 
 def _random(*args: Any) -> Rule:
@@ -115,9 +112,7 @@ def _ctc(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> Rule:
     return make(operands, [[batch]])
 
 
-def _ctc_backward(
-    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any
-) -> Rule:
+def _ctc_backward(grad: Any, log_probs: Any, targets: torch.Tensor, *_: Any) -> Rule:
     operands, batch = _ctc_words(targets)
     return make([[batch], *operands], [operands[0]])
 
@@ -165,15 +160,18 @@ def pinned(rule: Rule, sizes: Sizes) -> Rule:
     )
 
 
-def _edge(x: torch.Tensor, layout: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
+def _edge(
+    leaves: bool, x: torch.Tensor, spec: str, mesh: str, axes: str, _: int
+) -> Rule:
+    """Return the rule of a value that enters a region, or leaves it."""
+    sizes = _sizes(mesh, axes)
+    layout = _on_axes(spec, sizes)
     words = [f"d{d}" for d in range(x.dim())]
-    outside = [
-        (*map(factor, axes), word)
-        for axes, word in zip(layout.dims, words, strict=True)
-    ]
+    dims = zip(layout.dims, words, strict=True)
+    outside = [(*map(factor, split_by), word) for split_by, word in dims]
     factor_sizes = {factor(axis): size for axis, size in sizes.items()}
-    for word, n, axes in zip(words, x.shape, layout.dims, strict=True):
-        count = 1 if leaves else _count(axes, sizes)
+    for word, n, split_by in zip(words, x.shape, layout.dims, strict=True):
+        count = 1 if leaves else math.prod(sizes[axis] for axis in split_by)
         factor_sizes[word] = int(n) // count
     split = [f"~{factor(axis)}" for axis in layout.sharded_axes]
     rule = (
@@ -191,13 +189,6 @@ def _edge(x: torch.Tensor, layout: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
     )
 
 
-def _count(axes: Sequence[str], sizes: Sizes) -> int:
-    out = 1
-    for axis in axes:
-        out *= sizes[axis]
-    return out
-
-
 @lru_cache(maxsize=256)
 def _sizes(mesh: str, axes: str) -> dict[str, int]:
     """Return the sizes of those axes, joined by ``+``, that have more than one rank."""
@@ -211,16 +202,6 @@ def _on_axes(spec: str, sizes: Sizes) -> Spec:
     alone = [axis for axis in layout.axes if axis not in sizes]
     partial = [(axis, op) for axis, op in layout.partial if axis in sizes]
     return Spec.of(layout.without(alone).dims, partial)
-
-
-def _enter(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
-    sizes = _sizes(mesh, axes)
-    return _edge(x, _on_axes(spec, sizes), sizes, leaves=False)
-
-
-def _leave(x: torch.Tensor, spec: str, mesh: str, axes: str, _: int) -> Rule:
-    sizes = _sizes(mesh, axes)
-    return _edge(x, _on_axes(spec, sizes), sizes, leaves=True)
 
 
 def _collective(
@@ -363,7 +344,7 @@ def _local_shift(
     call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
 ) -> fx.Node:
     axes, size = call.operands[0].dims[dim], x.meta["val"].shape[dim]
-    shifted = halos.rows(call, x, axes, dim, by, by + size, fill)
+    shifted = reads.rows(call, x, axes, dim, by, by + size, fill)
     if shifted is x:
         return call.build.call(
             aten.clone.default, x, memory_format=torch.contiguous_format
@@ -421,10 +402,6 @@ def _local_dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx
     return emit_dot(call.build, lhs, rhs, equation, shapes)
 
 
-def _local_identity(call: LocalCall, x: fx.Node, _: Any) -> fx.Node:
-    return x
-
-
 def _local_random(call: LocalCall, *args: Any) -> fx.Node:
     """Return random numbers for the shard, by global index: equal to one device's
     numbers."""
@@ -478,51 +455,69 @@ def _local_axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
 
 ROWS = {
     # Made by passes after planning.
-    **rows("accumulate", None, "fxpar", facts="alone over_first"),
+    **rows("fxpar::accumulate", None, facts="alone over_first"),
     **rows(
-        "accumulate_product",
+        "fxpar::accumulate_product",
         None,
-        "fxpar",
         product=1,
         equation="m k, k n -> m n",
         facts="over_first",
     ),
-    **rows("grouped_mm grouped_outer", None, "fxpar", product=0),
-    **rows("with_effects", _in_order, "higher_order"),
+    **rows("fxpar::grouped_mm fxpar::grouped_outer", None, product=0),
+    **rows("higher_order::with_effects", _in_order),
     **rows("copy_", _write),
-    **rows("dot", _dot, "fxpar", linear="0|1", local=_local_dot),
-    **rows("seeds", "-> n!", "fxpar"),
     **rows(
-        "random randint",
+        "fxpar::dot",
+        lambda lhs, rhs, equation: equation,
+        linear="0|1",
+        local=_local_dot,
+        facts="replaced",
+    ),
+    **rows("fxpar::seeds", "-> n!"),
+    **rows(
+        "fxpar::random fxpar::randint",
         _random,
-        "fxpar",
         local=_local_random,
         work="draw",
         facts="random",
     ),
-    **rows("orthogonal", "m! n! -> m! n!", "fxpar"),
+    **rows("fxpar::orthogonal", "m! n! -> m! n!"),
     **rows(
-        "constrain mean_over_ranks",
+        "fxpar::constrain fxpar::mean_over_ranks",
         broadcast,
-        "fxpar",
         movement="0",
-        local=_local_identity,
+        local=lambda call, x, _: x,
+        facts="replaced",
     ),
-    **rows("with_gradient_of", broadcast, "fxpar", local=_local_identity),
-    **rows("shift", _shift, "fxpar", local=_local_shift),
-    **rows("sum_turns", _sum_turns, "fxpar", linear="0", local=_local_sum_turns),
-    **rows("ctc", _ctc, "fxpar"),
-    **rows("ctc_backward", _ctc_backward, "fxpar", linear="0"),
     **rows(
-        "interleave",
+        "fxpar::with_gradient_of",
+        broadcast,
+        local=lambda call, x, _: x,
+        facts="replaced",
+    ),
+    **rows("fxpar::shift", _shift, local=_local_shift, facts="replaced"),
+    **rows(
+        "fxpar::sum_turns",
+        _sum_turns,
+        linear="0",
+        local=_local_sum_turns,
+        facts="replaced",
+    ),
+    **rows("fxpar::ctc", _ctc),
+    **rows("fxpar::ctc_backward", _ctc_backward, linear="0"),
+    **rows(
+        "fxpar::interleave",
         _interleave,
-        "fxpar",
         movement="0",
         local=_local_interleave,
-        facts="copies moves",
+        facts="replaced copies moves",
     ),
-    **rows("enter_region", _enter, "fxpar", local=contiguous),
-    **rows("leave_region", _leave, "fxpar", local=contiguous),
-    **rows("collective", _collective, "fxpar", local=_local_collective),
-    **rows("axis_index", lambda *_: make([], [[]]), "fxpar", local=_local_axis_index),
+    **rows(
+        "fxpar::enter_region", partial(_edge, False), local=contiguous, facts="replaced"
+    ),
+    **rows(
+        "fxpar::leave_region", partial(_edge, True), local=contiguous, facts="replaced"
+    ),
+    **rows("fxpar::collective", _collective, local=_local_collective, facts="replaced"),
+    **rows("fxpar::axis_index", "->", local=_local_axis_index, facts="replaced"),
 }

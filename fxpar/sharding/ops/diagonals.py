@@ -9,7 +9,7 @@ Never: exchanges rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,54 +145,35 @@ def _put(
     return build.call(aten.where.self, hit, source, x)
 
 
-def _is_split(call: LocalCall, dims: Sequence[int]) -> bool:
-    empty = not call.shapes[len(call.operands) - 1][-1]
-    return any(call.results[0].dims[d] for d in dims) and not empty
-
-
-def _local_diagonal_scatter(
-    call: LocalCall,
-    x: fx.Node,
-    source: fx.Node,
-    offset: int = 0,
-    dim1: int = 0,
-    dim2: int = 1,
-) -> fx.Node:
-    dims = [dim % len(call.result_shape()) for dim in (dim1, dim2)]
-    if not _is_split(call, dims):
-        return call.same(x, source, offset, dim1, dim2)
-    return _put(call, source, x, offset, dims)
-
-
-def _local_diagonal_backward(
-    call: LocalCall, grad: fx.Node, shape: Any, offset: int, dim1: int, dim2: int
-) -> fx.Node:
-    dims = [dim % len(call.result_shape()) for dim in (dim1, dim2)]
-    if not _is_split(call, dims):
-        return call.same(grad, list(call.local_shape()), offset, dim1, dim2)
-    return _put(call, grad, None, offset, dims)
-
-
-def _local_diag_embed(
-    call: LocalCall, x: fx.Node, offset: int = 0, dim1: int = -2, dim2: int = -1
-) -> fx.Node:
-    dims = [dim % len(call.result_shape()) for dim in (dim1, dim2)]
-    if not _is_split(call, dims):
-        return call.same(x, offset, dim1, dim2)
-    return _put(call, x, None, offset, dims)
+def _local_put(defaults: tuple[int, int, int], call: LocalCall, *args: Any) -> fx.Node:
+    """Return the source's elements put on a diagonal. ``args``: an operand if there is
+    one, the source, the result's shape if it is an argument; offset and dims, else
+    their ``defaults``."""
+    numbers = [x for x in args if isinstance(x, int)]
+    offset, *dims = *numbers, *defaults[len(numbers) :]
+    dims = [dim % len(call.result_shape()) for dim in dims]
+    *x, source = (arg for arg in args if isinstance(arg, fx.Node))
+    is_split = any(call.results[0].dims[d] for d in dims)
+    if is_split and call.shapes[len(call.operands) - 1][-1]:
+        return _put(call, source, x[0] if x else None, offset, dims)
+    own = list(call.local_shape())
+    return call.same(*(own if isinstance(arg, (list, tuple)) else arg for arg in args))
 
 
 ROWS = {
     **moves("diagonal diagonal_copy", diagonal, local=_local_diagonal),
     **moves(
-        "diagonal_backward", diagonal_backward, shape=1, local=_local_diagonal_backward
+        "diagonal_backward",
+        diagonal_backward,
+        shape=1,
+        local=partial(_local_put, (0, 0, 1)),
     ),
     **rows(
         "diagonal_scatter",
         diagonal_scatter,
         movement="0+1",
-        local=_local_diagonal_scatter,
+        local=partial(_local_put, (0, 0, 1)),
         facts="moves",
     ),
-    **moves("diag_embed", diag_embed, local=_local_diag_embed),
+    **moves("diag_embed", diag_embed, local=partial(_local_put, (0, -2, -1))),
 }

@@ -28,7 +28,7 @@ from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.op_table import make, names, rows, text
 from fxpar.sharding.ops.local_call import LocalCall, Localizer
-from fxpar.sharding.ops.own_rows import part_of, rows_at, trailing, without_spares
+from fxpar.sharding.ops.own_rows import Part, part_of, rows_at, trailing, without_spares
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -96,26 +96,14 @@ def _bag_backward(
 
 
 def _bag_any_backward(
-    grad: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    bag_of: torch.Tensor,
-    sizes: torch.Tensor,
-    where: torch.Tensor,
-    rows: int,
-    by_count: bool,
-    mode: int,
-    sparse: bool,
-    scales: torch.Tensor | None,
-    padding: int = -1,
+    grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *args: Any
 ) -> Rule | None:
-    """Return the rule of the dense op, which it calls; a sparse gradient has no
-    rule."""
+    """Return the rule of the dense op, which it calls, and which has no ``offsets`` and
+    no flag; a sparse gradient has no rule."""
+    *others, sparse, scales = args[:8]
     if sparse:
         return None
-    rule = _bag_backward(
-        grad, indices, bag_of, sizes, where, rows, by_count, mode, scales, padding
-    )
+    rule = _bag_backward(grad, indices, *(*others, scales))
     first, second, *rest = rule.operands
     return replace(rule, operands=(first, second, ((),), *rest))
 
@@ -212,17 +200,27 @@ def _local_embedding_backward(
     padding: int,
     by_count: bool,
 ) -> fx.Node:
-    part = part_of(call, 0, index, result=True)
+    part, places = _own_places(call, index, padding)
     if part is None:
         return call.same(grad, index, rows, padding, by_count)
     # The spare row takes the padding as well, so that no local row is taken for it.
-    n, own = part.n, call.build.call(aten.ne.Scalar, index, padding)
+    more = call.build.compute(operator.add, part.n, 1)
+    result = call.same(grad, places, more, part.n, by_count)
+    return without_spares(call, result, [part])
+
+
+def _own_places(
+    call: LocalCall, x: fx.Node, padding: int
+) -> tuple[Part | None, fx.Node]:
+    """Return (the part of the rows that this rank makes, rows among those); other rows,
+    and padding, become the spare row after them. Where rows are not split there is no
+    part."""
+    part = part_of(call, 0, x, result=True)
+    if part is None:
+        return None, x
+    own = call.build.call(aten.ne.Scalar, x, padding)
     own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
-    places = call.where(own, part.place, n)
-    rows_and_spare = call.build.compute(operator.add, n, 1)
-    return without_spares(
-        call, call.same(grad, places, rows_and_spare, n, by_count), [part]
-    )
+    return part, call.where(own, part.place, part.n)
 
 
 def _first_bag(call: LocalCall, position: int, by: int = 1) -> Size:
@@ -319,71 +317,25 @@ def _before(call: LocalCall, n: Size) -> Size:
     return call.build.compute(operator.sub, n, 1)
 
 
-def _local_backward(
-    call: LocalCall,
-    grad: fx.Node,
-    indices: fx.Node,
-    offsets: fx.Node,
-    bag_of: fx.Node,
-    sizes: fx.Node,
-    where: fx.Node,
-    rows: Any,
-    by_count: bool,
-    mode: int,
-    sparse: bool,
-    scales: fx.Node | None,
-    padding: int = -1,
+def _local_bag_backward(
+    is_dense: bool, call: LocalCall, grad: fx.Node, indices: fx.Node, *args: Any
 ) -> fx.Node:
-    begins = _begins(call, offsets, 2)
-    bag_of = _less(call, bag_of, _first_bag(call, 0))
-    rest = by_count, mode, sparse, scales
-    part = part_of(call, 0, indices, result=True)
+    """Return the gradient. ``args``: begins of bags, unless it is dense; the bag of
+    each index, sizes, places of maxima; rows, flags, scales and maybe the padding."""
+    n = 3 if is_dense else 4
+    tensors, (rows, by_count, mode, *rest) = list(args[:n]), args[n:]
+    padding = rest.pop() if len(rest) > n - 2 else -1
+    if not is_dense:
+        tensors[0] = _begins(call, tensors[0], 2)
+        tensors[1] = _less(call, tensors[1], _first_bag(call, 0))
+    part, places = _own_places(call, indices, padding)
     if part is None:
-        args = grad, indices, begins, bag_of, sizes, where, rows
-        return call.same(*args, *rest, padding)
-    places = _own_places(call, indices, padding)
+        return call.same(grad, indices, *tensors, rows, by_count, mode, *rest, padding)
     if mode == MAX:
-        where = _own_places(call, where, padding)
+        tensors[-1] = _own_places(call, tensors[-1], padding)[1]
     more = call.build.compute(operator.add, part.n, 1)
-    args = grad, places, begins, bag_of, sizes, where, more
-    return without_spares(call, call.same(*args, *rest, part.n), [part])
-
-
-def _own_places(call: LocalCall, x: fx.Node, padding: int) -> fx.Node:
-    """Return rows among those that this rank makes; other rows, and padding, become the
-    spare row after them."""
-    part = part_of(call, 0, x, result=True)
-    assert part is not None
-    own = call.build.call(aten.ne.Scalar, x, padding)
-    own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
-    return call.where(own, part.place, part.n)
-
-
-def _local_dense_backward(
-    call: LocalCall,
-    grad: fx.Node,
-    indices: fx.Node,
-    bag_of: fx.Node,
-    sizes: fx.Node,
-    where: fx.Node,
-    rows: Any,
-    by_count: bool,
-    mode: int,
-    scales: fx.Node | None,
-    padding: int = -1,
-) -> fx.Node:
-    part = part_of(call, 0, indices, result=True)
-    if part is None:
-        args = grad, indices, bag_of, sizes, where, rows
-        return call.same(*args, by_count, mode, scales, padding)
-    places = _own_places(call, indices, padding)
-    if mode == MAX:
-        where = _own_places(call, where, padding)
-    more = call.build.compute(operator.add, part.n, 1)
-    args = grad, places, bag_of, sizes, where, more
-    return without_spares(
-        call, call.same(*args, by_count, mode, scales, part.n), [part]
-    )
+    settings = more, by_count, mode, *rest, part.n
+    return without_spares(call, call.same(grad, places, *tensors, *settings), [part])
 
 
 def _local_scales_backward(
@@ -438,13 +390,13 @@ ROWS = {
         "_embedding_bag_backward",
         _bag_any_backward,
         linear="0",
-        local=partial(_local_by_rows, _local_backward),
+        local=partial(_local_by_rows, partial(_local_bag_backward, False)),
     ),
     **rows(
         "_embedding_bag_dense_backward",
         _bag_backward,
         linear="0",
-        local=partial(_local_by_rows, _local_dense_backward),
+        local=partial(_local_by_rows, partial(_local_bag_backward, True)),
         facts="scatters",
     ),
     **rows(

@@ -18,14 +18,8 @@ import torch
 from torch import fx
 
 from fxpar.sharding.factors import RowWindow
-from fxpar.sharding.op_table import names, rows, text
-from fxpar.sharding.ops.halos import (
-    add_halo_rows,
-    exchange_of,
-    windows_of,
-    with_halo_rows,
-)
-from fxpar.sharding.ops.indexing import align, updated
+from fxpar.sharding.op_table import align, names, rows, text
+from fxpar.sharding.ops.indexing import updated
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.own_rows import (
     Part,
@@ -33,6 +27,13 @@ from fxpar.sharding.ops.own_rows import (
     trailing,
     with_spares,
     without_spares,
+)
+from fxpar.sharding.ops.reads import (
+    add_halo_rows,
+    exchange_of,
+    window_shape,
+    windows_of,
+    with_halo_rows,
 )
 
 aten = torch.ops.aten
@@ -270,16 +271,13 @@ def _add_to_windows(
 ) -> fx.Node:
     """Return ``x`` plus the rows, which are summed in windows of zeros and then sent to
     their owners."""
-    build, shape = call.build, list(call.local_shape())
-    for window in windows:
-        shape[window.dim] = build.window_rows(exchange_of(call, window))
-    zeros = call.full(shape, 0, x)
+    position = len(call.operands)
+    zeros = call.full(window_shape(call, call.local_shape(), position), 0, x)
     places = _in_windows(call, indices, windows)
     parts = _split_parts(call, places, {window.dim for window in windows})
-    total = add_halo_rows(
-        call, _put(call, zeros, places, parts, values, True), len(call.operands)
-    )
-    return build.call(aten.add.Tensor, x, total)
+    total = _put(call, zeros, places, parts, values, True)
+    total = add_halo_rows(call, total, position)
+    return call.build.call(aten.add.Tensor, x, total)
 
 
 def _local_masked_index(

@@ -21,20 +21,10 @@ from torch import fx
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import names, rows, text, whole
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import part_of, trailing, with_spares, without_spares
+from fxpar.sharding.ops.own_rows import part_of, trailing
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-
-def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> list[str]:
-    """Return words of a tensor that broadcasts to ``full``; a stretched dim has
-    none."""
-    skip = len(full) - len(shape)
-    return [
-        word if n == size else "_"
-        for word, n, size in zip(words[skip:], shape, full[skip:], strict=True)
-    ]
 
 
 def updated(words: Sequence[str], accumulate: bool) -> list[str]:
@@ -139,50 +129,44 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> str:
 # Losses and searches
 
 
-def _nll(x: torch.Tensor, spatial: bool = False) -> tuple[list[str], list[str]]:
+def _nll(x: torch.Tensor) -> tuple[list[str], list[str]]:
     """Return words of the scores and of the target: classes are whole."""
-    if not spatial:
+    if x.dim() < 3:
         return (["n", "c!"], ["n"]) if x.dim() == 2 else (["c!"], [])
     return ["n", "c!", "h", "w"], ["n", "h", "w"]
 
 
-def _nll_forward(spatial: bool):
-    def factors(
-        x: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        reduction: int,
-        ignore: int,
-    ) -> str:
-        scores, places = _nll(x, spatial)
-        classes = [["c!"]] if weight is not None else []
-        if reduction == 0:
-            weights = [f"~{f}" for f in places]  # a zero, not a sum
-            return text(scores, places, *classes, results=[places, weights])
-        if reduction == 1:
-            # A mean divides by the total weight, which no rank knows alone.
-            scores = [f.rstrip("!") + "!" for f in scores]
-        return text(scores, places, *classes, results=[[], []])
-
-    return factors
+def _nll_forward(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore: int,
+) -> str:
+    scores, places = _nll(x)
+    classes = [["c!"]] if weight is not None else []
+    if reduction == 0:
+        weights = [f"~{f}" for f in places]  # a zero, not a sum
+        return text(scores, places, *classes, results=[places, weights])
+    if reduction == 1:
+        # A mean divides by the total weight, which no rank knows alone.
+        scores = [f.rstrip("!") + "!" for f in scores]
+    return text(scores, places, *classes, results=[[], []])
 
 
-def _nll_backward(spatial: bool):
-    def factors(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        reduction: int,
-        ignore: int,
-        total: torch.Tensor,
-    ) -> str:
-        scores, places = _nll(x, spatial)
-        classes = [["c!"]] if weight is not None else []
-        grads = places if reduction == 0 else []
-        return text(grads, scores, places, *classes, [], results=[scores])
-
-    return factors
+def _nll_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore: int,
+    total: torch.Tensor,
+) -> str:
+    scores, places = _nll(x)
+    classes = [["c!"]] if weight is not None else []
+    grads = places if reduction == 0 else []
+    return text(grads, scores, places, *classes, [], results=[scores])
 
 
 def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
@@ -216,25 +200,19 @@ def _masked_scatter_backward(
 # Local forms
 
 
-def _local_gather(
+def _local_lookup(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **settings: Any
 ) -> fx.Node:
     part = part_of(call, dim, index)
     if part is None:
         return call.same(x, dim, index, **settings)
-    elements = call.same(part.rows_of(x), dim, part.read(), **settings)
-    return call.where(part.inside, elements, 0)
-
-
-def _local_index_select(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node
-) -> fx.Node:
-    part = part_of(call, dim, index)
-    if part is None:
-        return call.same(x, dim, index)
+    rows = call.same(part.rows_of(x), dim, part.read(), **settings)
+    # An index of ``gather`` has all dims, one of ``index_select`` has none after it.
     ndim = x.meta["val"].dim()
-    inside = trailing(call, part.inside, ndim - 1 - dim % ndim)
-    return call.where(inside, call.same(part.rows_of(x), dim, part.read()), 0)
+    has_all = call.node.target is aten.gather.default
+    return call.where(
+        trailing(call, part.inside, 0 if has_all else ndim - 1 - part.dim), rows, 0
+    )
 
 
 def _is_one_per_row(
@@ -283,9 +261,7 @@ def _local_scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
-    put = call.same(spare, dim, part.store(), src, *settings, **options)
-    return without_spares(call, put, [part])
+    return part.put(x, dim, src, *settings, **options)
 
 
 def _local_scatter_add(
@@ -317,10 +293,7 @@ def _local_index_add(
     ndim = source.meta["val"].dim()
     inside = part.inside
     if part.empty:
-        spare = with_spares(call, x, [part.dim])
-        return without_spares(
-            call, call.same(spare, dim, part.store(), source, **settings), [part]
-        )
+        return part.put(x, dim, source, **settings)
     if ndim:
         inside = trailing(call, inside, ndim - 1 - dim % ndim)
     source = call.where(inside, source, 0)
@@ -338,10 +311,7 @@ def _local_index_store(
     part = part_of(call, dim, index, signed=True)
     if part is None:
         return call.same(x, dim, index, *settings, **options)
-    spare = with_spares(call, x, [dim % x.meta["val"].dim()])
-    return without_spares(
-        call, call.same(spare, dim, part.store(), *settings, **options), [part]
-    )
+    return part.put(x, dim, *settings, **options)
 
 
 def _local_masked_scatter_backward(
@@ -387,13 +357,13 @@ ROWS = {
         facts="alone",
     ),
     **rows(
-        "gather", _gather, movement="0", local=_local_gather, along=1, facts="gathers"
+        "gather", _gather, movement="0", local=_local_lookup, along=1, facts="gathers"
     ),
     **rows(
         "index_select",
         _index_select,
         movement="0",
-        local=_local_index_select,
+        local=_local_lookup,
         facts="gathers",
     ),
     **rows("take", _take, movement="0", facts="gathers"),
@@ -442,10 +412,8 @@ ROWS = {
     **rows(
         "index_reduce", _index_update(False), local=_local_index_store, facts="scatters"
     ),
-    **rows("nll_loss_forward", _nll_forward(False)),
-    **rows("nll_loss2d_forward", _nll_forward(True)),
-    **rows("nll_loss_backward", _nll_backward(False), linear="0"),
-    **rows("nll_loss2d_backward", _nll_backward(True), linear="0"),
+    **rows("nll_loss_forward nll_loss2d_forward", _nll_forward),
+    **rows("nll_loss_backward nll_loss2d_backward", _nll_backward, linear="0"),
     **rows("bucketize.Tensor", _bucketize),
     **rows("searchsorted.Tensor", _searchsorted),
     **rows("masked_scatter", whole),

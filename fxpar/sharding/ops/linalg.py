@@ -122,30 +122,16 @@ def solve_ex(
     return _rule(form, [a, b], like={1: 0, 2: 0, 3: 0})
 
 
-def solve_triangular(
-    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, **_: Any
-) -> Rule:
-    side = _columns(left)
-    return _rule(f"... _ _, {side} -> {side}", [a, b])
+def by_side(form: str) -> Callable[..., Rule]:
+    """Return the rule function of a form in which ``B`` is a right-hand side, of calls
+    ``(tensors..., left, ...)``, also by name."""
 
+    def rule_of_call(*args: Any, left: bool = True, **_: Any) -> Rule:
+        tensors = tensors_of(args)
+        left = args[len(tensors)] if len(args) > len(tensors) else left
+        return _rule(form.replace("B", _columns(left)), tensors)
 
-def lu_solve(
-    a: torch.Tensor,
-    pivots: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    left: bool = True,
-    adjoint: bool = False,
-) -> Rule:
-    side = _columns(left)
-    return _rule(f"... _ _, ... _, {side} -> {side}", [a, pivots, b])
-
-
-def ormqr(
-    a: torch.Tensor, tau: torch.Tensor, c: torch.Tensor, left: bool = True, *_: Any
-) -> Rule:
-    side = _columns(left)
-    return _rule(f"... _ _, ... _, {side} -> {side}", [a, tau, c])
+    return rule_of_call
 
 
 MATRIX = batched("... _ _ -> ... _ _")
@@ -165,15 +151,15 @@ ROWS = {
     **rows("linalg_qr", qr),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
-    **rows("ormqr", ormqr, linear="2"),
+    **rows("ormqr", by_side("... _ _, ... _, B -> B"), linear="2"),
     **rows("linalg_lu", lu),
     **rows("lu_unpack", lu_unpack),
     **rows("_linalg_det", batched("... _ _ -> ..., ... _ _, ... _")),
     **rows("_linalg_slogdet", batched("... _ _ -> ..., ..., ... _ _, ... _")),
     **rows("_linalg_solve_ex", solve_ex),
-    **rows("linalg_solve_triangular", solve_triangular, linear="1"),
+    **rows("linalg_solve_triangular", by_side("... _ _, B -> B"), linear="1"),
     **rows("triangular_solve", batched("... _ k, ... _ _ -> ... _ k, ... _ _")),
-    **rows("linalg_lu_solve", lu_solve, linear="2"),
+    **rows("linalg_lu_solve", by_side("... _ _, ... _, B -> B"), linear="2"),
     **rows(
         "linalg_ldl_solve", batched("... _ _, ... _, ... _ k -> ... _ k"), linear="2"
     ),

@@ -62,20 +62,9 @@ def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
     vector."""
     x_words = ["m", "k"][-x.ndim :]
     y_words = ["k", "n"][: y.ndim]
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    words = words_of(batch)
-
-    def broadcast(shape: Sequence[int]) -> list[str]:
-        last = len(batch) - len(shape)
-        return [
-            word if size == full else "_"
-            for word, size, full in zip(words[last:], shape, batch[last:], strict=True)
-        ]
-
-    result = [*words, *x_words[:-1], *y_words[1:]]
-    return make(
-        [broadcast(x.shape[:-2]) + x_words, broadcast(y.shape[:-2]) + y_words], [result]
-    )
+    batch, (left, right) = aligned([x.shape[:-2], y.shape[:-2]], "d")
+    result = [*batch, *x_words[:-1], *y_words[1:]]
+    return make([left + x_words, right + y_words], [result])
 
 
 def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | None:
@@ -264,7 +253,7 @@ def _columns(name: str, count: int) -> list[Word]:
 
 
 def _expert_mm(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, *_: float
 ) -> Rule:
     counts = weight.shape[0], x.shape[0], ids.shape[0], groups
     by_row, experts, expert_ids, sizes = _expert_words(*counts)
@@ -279,27 +268,13 @@ def _expert_outer(
     ids: torch.Tensor,
     count: int,
     groups: int,
-    _: float,
+    *_: float,
 ) -> Rule:
     counts = count, x.shape[0], ids.shape[0], groups
     by_row, experts, expert_ids, sizes = _expert_words(*counts)
     k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
     operands = [[by_row, *k], [by_row, *n], [expert_ids]]
     return make(operands, [[experts, *k, *n]], sizes)
-
-
-def _own_expert_mm(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: Any
-) -> Rule:
-    k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
-    return make([["s", *k], ["e!", *k, *n], ["s"]], [["s", *n]])
-
-
-def _own_expert_outer(
-    x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, *_: Any
-) -> Rule:
-    k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
-    return make([["s", *k], ["s", *n], ["s"]], [["e!", *k, *n]])
 
 
 def _dispatch_slots(
@@ -386,12 +361,6 @@ def _local_grouped_mm(
     return call.same(x, y, offs, *args, **options)
 
 
-def _local_grouped_mm_fallback(
-    call: LocalCall, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
-) -> fx.Node:
-    return call.same(x, weight, _counted(call, offs, 0, 0), *grad)
-
-
 ROWS = {
     **rows(
         "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
@@ -429,41 +398,39 @@ ROWS = {
     **rows("_trilinear", _trilinear, linear="0|1|2"),
     **rows("_grouped_mm", _grouped_mm, linear="0|1", local=_local_grouped_mm),
     **rows(
-        "grouped_mm_fallback",
+        "transformers::grouped_mm_fallback",
         "m k, _ k n, _ -> m n",
-        "transformers",
         linear="0|1",
-        local=_local_grouped_mm_fallback,
+        local=_local_grouped_mm,
     ),
     **rows(
-        "grouped_mm_fallback_backward",
+        "transformers::grouped_mm_fallback_backward",
         "m k, _ k n, _, m n -> m k, _ k n",
-        "transformers",
         linear="3",
-        local=_local_grouped_mm_fallback,
+        local=_local_grouped_mm,
     ),
-    **rows("expert_mm", _expert_mm, "fxpar", linear="0|1", product=0),
-    **rows("expert_outer", _expert_outer, "fxpar", linear="0|1", product=0),
+    **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, facts="replaced"),
     **rows(
-        "own_expert_mm",
-        _own_expert_mm,
-        "fxpar",
+        "fxpar::expert_outer", _expert_outer, linear="0|1", product=0, facts="replaced"
+    ),
+    **rows(
+        "fxpar::own_expert_mm",
+        lambda x, weight, ids, *_: _expert_mm(x, weight, ids, 1),
         linear="0|1",
         product=0,
         facts="by_row",
     ),
     **rows(
-        "own_expert_outer",
-        _own_expert_outer,
-        "fxpar",
+        "fxpar::own_expert_outer",
+        lambda x, y, ids, count, *_: _expert_outer(x, y, ids, count, 1),
         linear="0|1",
         product=0,
         facts="by_row",
     ),
-    **rows("dispatch_slots", _dispatch_slots, "fxpar"),
-    **rows("dispatch_rows", _dispatch_rows, "fxpar"),
-    **rows("combine_rows", _combine_rows, "fxpar", linear="0"),
-    **rows("exchange_slots", _exchange_slots, "fxpar"),
-    **rows("return_slots", _return_slots, "fxpar"),
-    **rows("within", _within, "fxpar"),
+    **rows("fxpar::dispatch_slots", _dispatch_slots),
+    **rows("fxpar::dispatch_rows", _dispatch_rows),
+    **rows("fxpar::combine_rows", _combine_rows, linear="0"),
+    **rows("fxpar::exchange_slots", _exchange_slots, facts="replaced"),
+    **rows("fxpar::return_slots", _return_slots, facts="replaced"),
+    **rows("fxpar::within", _within),
 }

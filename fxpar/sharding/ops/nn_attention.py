@@ -29,7 +29,7 @@ import torch
 from fxpar import _torch
 from fxpar.sharding.factors import Gathered, Rule
 from fxpar.sharding.op_table import Word, make, rows, tensors_of
-from fxpar.sharding.ops.attention_heads import Heads, heads_of
+from fxpar.sharding.ops.attention import Heads, heads_of
 
 # Words of several tensors, and of one.
 Names = list[list[str]]
@@ -136,7 +136,8 @@ def _flex(
         return None
     heads = words.heads
     operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
-    rule = words.rule(*operands, results=[heads.out, heads.merged, heads.merged])
+    merged = [*heads.logsumexp, "~t"]
+    rule = words.rule(*operands, results=[heads.out, merged, merged])
     weights = Gathered("t", len(operands) + 1)
     return replace(rule, gathered=(weights,)) if heads.has_split_keys else rule
 
@@ -188,10 +189,6 @@ def _varlen_words(
     )
 
 
-def _loose(*tensors: Any) -> list[Words]:
-    return [["_"] * x.dim() for x in tensors if isinstance(x, torch.Tensor)]
-
-
 def _varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -211,7 +208,8 @@ def _varlen(
     if words is None or paged:
         return None
     query, key, value, out, logsumexp, sizes = words
-    operands = [query, key, value, *_loose(starts_q, starts_k)]
+    starts = _captured((starts_q, starts_k))
+    operands: list[Sequence[Word]] = [query, key, value, *starts]
     state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
     rule = make(operands, [out, logsumexp, state], sizes)
     has_split_keys = "t!" not in key
@@ -239,14 +237,16 @@ def _varlen_backward(
     if words is None:
         return None
     query, key, value, out, logsumexp, sizes = words
-    whole_dims = _loose(starts_q, starts_k, state)
-    operands = [out, query, key, value, out, logsumexp[:2], *whole_dims]
+    operands: list[Sequence[Word]] = [out, query, key, value, out, logsumexp[:2]]
+    operands += _captured((starts_q, starts_k, state))
     return make(operands, [query, key, value], sizes)
 
 
 ROWS = {
-    **rows("flex_attention", _flex, "higher_order", facts="orders"),
-    **rows("flex_attention_backward", _flex_backward, "higher_order", facts="orders"),
-    **rows("_varlen_attn", _varlen, "torch_attn", facts="orders"),
-    **rows("_varlen_attn_backward", _varlen_backward, "torch_attn", facts="orders"),
+    **rows("higher_order::flex_attention", _flex, facts="orders"),
+    **rows("higher_order::flex_attention_backward", _flex_backward, facts="orders"),
+    **rows("torch_attn::_varlen_attn", _varlen, facts="orders seq_first"),
+    **rows(
+        "torch_attn::_varlen_attn_backward", _varlen_backward, facts="orders seq_first"
+    ),
 }

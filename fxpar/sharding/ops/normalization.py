@@ -11,16 +11,16 @@ Never: splits a dim over which one op computes statistics.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Rule, parse_rule
-from fxpar.sharding.op_table import names, rows, text, whole
+from fxpar.sharding.op_table import names, rows, tensors_of, text, whole
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -53,98 +53,47 @@ def _over_last(x: torch.Tensor, k: int) -> tuple[list[str], list[str], list[str]
     return lead + last, last, lead + ["_"] * k
 
 
-def _layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
+def _over_last_dims(statistics: int) -> Callable[..., str]:
+    """Return the rule function of norms with so many statistics, called as ``(x,
+    shape, weight, bias, ...)``."""
+
+    def factors(x: torch.Tensor, shape: Sequence[int], *args: Any, **rest: Any) -> str:
+        full, last, stat = _over_last(x, len(shape))
+        affine = [last] * len(tensors_of((args, rest)))
+        return text(full, *affine, results=[full, *[stat] * statistics])
+
+    return factors
+
+
+def _over_last_dims_backward(
+    grad: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *args: Any
 ) -> str:
+    """Return the rule; ``args``: statistics, as many of weight and bias, and a mask."""
     full, last, stat = _over_last(x, len(shape))
-    return text(
-        full, *_words_of_tensors([weight, bias], last), results=[full, stat, stat]
-    )
-
-
-def _layer_norm_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    mask: Sequence[bool],
-) -> str:
-    full, last, stat = _over_last(x, len(shape))
-    affine = _words_of_tensors([weight, bias], last)
-    return text(
-        full, full, stat, stat, *affine, results=_words_by_mask(mask, full, last, last)
-    )
-
-
-def _rms_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: Maybe = None, eps: Any = None
-) -> str:
-    full, last, _ = _over_last(x, len(shape))
-    return text(full, *_words_of_tensors([weight], last), results=[full])
-
-
-def _fused_rms_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: Maybe, eps: Any
-) -> str:
-    full, last, stat = _over_last(x, len(shape))
-    return text(full, *_words_of_tensors([weight], last), results=[full, stat])
-
-
-def _fused_rms_norm_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    rstd: torch.Tensor,
-    weight: Maybe,
-    mask: Sequence[bool],
-) -> str:
-    full, last, stat = _over_last(x, len(shape))
-    affine = _words_of_tensors([weight], last)
-    return text(full, full, stat, *affine, results=_words_by_mask(mask, full, last))
+    *tensors, mask = args
+    n = len(tensors) // 2
+    affine = _words_of_tensors(tensors[n:], last)
+    results = _words_by_mask(mask, full, *[last] * n)
+    return text(full, full, *[stat] * n, *affine, results=results)
 
 
 # Group norm: groups are free, channels within one are not
 
 
-def _grouped(rule: str, groups: int) -> Rule:
-    return replace(parse_rule(rule), sizes=(("g", groups),))
-
-
-def _group_norm(
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    eps: float,
-) -> Rule:
-    full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
-    affine, stat = _words_of_tensors([weight, bias], ["(g c!)"]), ["n", "g"]
-    return _grouped(text(full, *affine, results=[full, stat, stat]), group)
-
-
-def _group_norm_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: Maybe,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    mask: Sequence[bool],
-) -> Rule:
-    full = ["n", "(g c!)", *["_"] * (x.dim() - 2)]
+def _group_norm(at: int, *args: Any) -> Rule:
+    """Return the rule of ``(x, weight, bias, N, C, HxW, groups, eps)``, and of the
+    backward, ``(grad, x, mean, rstd, weight, N, C, HxW, groups, mask)``; ``at``:
+    position of the input."""
+    count = 3 + 2 * at
+    full = ["n", "(g c!)", *["_"] * (args[at].dim() - 2)]
     each, stat = ["(g c!)"], ["n", "g"]
-    results = _words_by_mask(mask, full, each, each)
-    affine = _words_of_tensors([weight], each)
-    return _grouped(text(full, full, stat, stat, *affine, results=results), group)
+    if at:
+        read, affine = [full, full, stat, stat], args[4:5]
+        results = _words_by_mask(args[-1], full, each, each)
+    else:
+        read, affine, results = [full], args[1:3], [full, stat, stat]
+    words = text(*read, *_words_of_tensors(affine, each), results=results)
+    return replace(parse_rule(words), sizes=(("g", args[count + 3]),))
 
 
 # Batch norm: channels are free; other dims are where the statistics are fixed
@@ -165,27 +114,15 @@ def _statistics(
     return [words + [f"~{f}" for f in full if f not in words]] * 2
 
 
-def _batch_norm(x: torch.Tensor, *args: Any) -> str:
-    """Return the rule of any form ``(x, tensors..., training, momentum, eps)``."""
-    training = next(a for a in args if isinstance(a, bool))
-    full = _batch(x, training)
-    channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
-    return text(full, *channels, results=[full, *_statistics(x, full, training)])
-
-
-def _batch_norm_functional(x: torch.Tensor, *args: Any) -> str:
-    training = args[4]
+def _batch_norm(x: torch.Tensor, *args: Any, updates: bool = False) -> str:
+    """Return the rule of any form ``(x, tensors..., training, momentum, eps)``; without
+    ``training`` of inference. ``updates``: it gives running statistics too."""
+    training = next((a for a in args if isinstance(a, bool)), False)
     full = _batch(x, training)
     channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
     running = ["c", *(f"~{f.rstrip('!')}" for f in full if f != "c")]
-    results = [full, *_statistics(x, full, training), running, running]
+    results = [full, *_statistics(x, full, training), *[running] * 2 * updates]
     return text(full, *channels, results=results)
-
-
-def _batch_norm_no_training(x: torch.Tensor, *args: Any) -> str:
-    full = _batch(x, False)
-    channels = [["c"] for a in args if isinstance(a, torch.Tensor)]
-    return text(full, *channels, results=[full, *_statistics(x, full, False)])
 
 
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str | None:
@@ -212,62 +149,42 @@ def _softmax_backward(
 # Local forms
 
 
-def _group_sizes(
-    call: LocalCall, i: int, channels: int, points: int, groups: int
-) -> tuple[Size, Size, int, Size]:
-    """Return (N, C, points, groups) that this rank holds of an input that is operand
-    ``i``."""
-    n, c, *_ = call.operand_shape(i)
-    return n, c, points, call.build.compute(operator.floordiv, c, channels // groups)
-
-
-def _local_group_norm(
-    call: LocalCall,
-    x: fx.Node,
-    weight: Any,
-    bias: Any,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    eps: float,
-) -> fx.Node:
-    return call.same(x, weight, bias, *_group_sizes(call, 0, c, hw, group), eps)
-
-
-def _local_group_norm_backward(
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    mean: fx.Node,
-    rstd: fx.Node,
-    weight: Any,
-    n: int,
-    c: int,
-    hw: int,
-    group: int,
-    mask: Any,
-) -> fx.Node:
-    sizes = _group_sizes(call, 1, c, hw, group)
-    return call.same(grad, x, mean, rstd, weight, *sizes, mask)
+def _local_group_norm(at: int, call: LocalCall, *args: Any) -> fx.Node:
+    """Return the norm, or its backward, of this rank's samples, channels and groups.
+    ``at``: position of the input; sizes come after three tensors, or five."""
+    count = 3 + 2 * at
+    _, channels, points, groups, *rest = args[count:]
+    n, c, *_ = call.operand_shape(at)
+    own = call.build.compute(operator.floordiv, c, channels // groups)
+    return call.same(*args[:count], n, c, points, own, *rest)
 
 
 ROWS = {
-    **rows("native_layer_norm", _layer_norm),
-    **rows("native_layer_norm_backward", _layer_norm_backward, linear="0"),
-    **rows("rms_norm", _rms_norm),
-    **rows("_fused_rms_norm", _fused_rms_norm),
-    **rows("_fused_rms_norm_backward", _fused_rms_norm_backward, linear="0"),
-    **rows("native_group_norm", _group_norm, local=_local_group_norm),
+    **rows("native_layer_norm", _over_last_dims(2)),
+    **rows("rms_norm", _over_last_dims(0)),
+    **rows("_fused_rms_norm", _over_last_dims(1)),
+    **rows(
+        "native_layer_norm_backward _fused_rms_norm_backward",
+        _over_last_dims_backward,
+        linear="0",
+    ),
+    **rows(
+        "native_group_norm",
+        partial(_group_norm, 0),
+        local=partial(_local_group_norm, 0),
+    ),
     **rows(
         "native_group_norm_backward",
-        _group_norm_backward,
+        partial(_group_norm, 1),
         linear="0",
-        local=_local_group_norm_backward,
+        local=partial(_local_group_norm, 1),
     ),
-    **rows("native_batch_norm _native_batch_norm_legit.no_stats", _batch_norm),
-    **rows("_native_batch_norm_legit_functional", _batch_norm_functional),
-    **rows("_native_batch_norm_legit_no_training", _batch_norm_no_training),
+    **rows(
+        "native_batch_norm _native_batch_norm_legit.no_stats "
+        "_native_batch_norm_legit_no_training",
+        _batch_norm,
+    ),
+    **rows("_native_batch_norm_legit_functional", partial(_batch_norm, updates=True)),
     **rows("native_batch_norm_backward", _batch_norm_backward, linear="0"),
     **rows(
         "cudnn_batch_norm cudnn_batch_norm_backward miopen_batch_norm "

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.graph import collective_nodes
 from fxpar.sharding.factors import LINEAR, Axes, Gathered, Passage, Rule
-from fxpar.sharding.op_table import at, make, rows, words_of
+from fxpar.sharding.op_table import at, keeping, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.own_rows import is_within, rows_at
+from fxpar.sharding.ops.reads import gathered
 from fxpar.sharding.ops.reduction import filled, least, most, over
 
 aten = torch.ops.aten
@@ -38,8 +38,7 @@ _INDEX = 8
 def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
     """Return the rule of ops called as ``(x, dim, ...)`` whose row i depends on rows up
     to i."""
-    words = words_of(x)
-    rule = make([words], [words])
+    rule = keeping(x)
     return rule if x.ndim == 0 else _gathering(rule, at(dim, x.ndim), 1, (0, 0))
 
 
@@ -56,8 +55,7 @@ def _gathering(rule: Rule, dim: int, rows: int, *ends: tuple[int, int]) -> Rule:
 def running_choice(x: torch.Tensor, dim: int) -> Rule:
     """Return the rule of ops called as ``(x, dim)`` that give the largest or smallest
     row up to each row, and its place."""
-    words = words_of(x)
-    rule = make([words], [words] * 2)
+    rule = keeping(x, results=2)
     if x.ndim == 0:
         return rule
     rule = _gathering(rule, at(dim, x.ndim), 1, (0, 0), (0, _INDEX))
@@ -188,17 +186,6 @@ def _axes(call: LocalCall, x: fx.Node, dim: int | None) -> tuple[int, Axes]:
     return dim % ndim, axes if call.build.mesh.count(axes) > 1 else ()
 
 
-def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
-    """Return the rows of all shards, in order."""
-    split, shape = list(call.operands[0].dims), list(call.shapes[0])
-    shape[dim] = call.build.mesh.count(axes) * x.meta["val"].shape[dim]
-    before = tuple(split)
-    split[dim] = ()
-    cut = collective_nodes.Cut(tuple(shape), before, tuple(split), (dim,))
-    step = collective_nodes.all_gather
-    return collective_nodes.step(call.build, step, x, dim, axes, cut=cut)
-
-
 def _local_scan(call: LocalCall, x: fx.Node, dim: int, **settings: Any) -> fx.Node:
     own, (d, axes) = call.same(x, dim, **settings), _axes(call, x, dim)
     return _joined(call, x, own, d, axes, _SCANS[call.node.target], aten.lt.Scalar)
@@ -227,7 +214,7 @@ def _joined(
     if not axes:
         return own
     build = call.build
-    totals = _gather(call, kind.total(call, x, d), d, axes)
+    totals = gathered(call, kind.total(call, x, d), d, axes)
     shards = build.mesh.count(axes)
     device, ndim = x.meta["val"].device, x.meta["val"].dim()
     number = build.call(aten.arange.default, shards, device=device)
@@ -244,7 +231,21 @@ def _candidates(
     """Return the candidates of all shards, with their places in the whole dim."""
     start = call.build.own_start(call.shapes[0][d], axes)
     places = call.build.call(aten.add.Tensor, places, start)
-    return _gather(call, values, d, axes), _gather(call, places, d, axes)
+    return gathered(call, values, d, axes), gathered(call, places, d, axes)
+
+
+def _among(
+    call: LocalCall,
+    own: tuple[fx.Node, fx.Node],
+    d: int,
+    axes: Axes,
+    choose: Callable[[fx.Node], fx.Node],
+) -> tuple[fx.Node, fx.Node]:
+    """Return the rows that ``choose`` takes of all shards' candidates, and their
+    places; ``own``: this shard's."""
+    values, places = _candidates(call, *own, d, axes)
+    values, winner = _results(call, choose(values))
+    return values, call.build.call(aten.gather.default, places, d, winner)
 
 
 def _results(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -286,11 +287,9 @@ def _local_row(
     if not axes:
         return call.same(x, dim, keepdim)
     x = filled(call, x, [d], never(x.meta["val"].dtype))
-    values, places = _results(call, call.same(x, d, True))
-    values, places = _candidates(call, values, places, d, axes)
-    values, winner = _results(call, call.same(values, d, True))
-    places = call.build.call(aten.gather.default, places, d, winner)
-    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
+    own = _results(call, call.same(x, d, True))
+    rows = _among(call, own, d, axes, lambda values: call.same(values, d, True))
+    return tuple(_squeezed(call, node, d, keepdim) for node in rows)
 
 
 def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
@@ -304,9 +303,9 @@ def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
     last, its_place = (
         build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
     )
-    totals, total_places = _candidates(call, last, its_place, d, axes)
-    totals, winner = _results(call, call.same(totals, d))
-    total_places = build.call(aten.gather.default, total_places, d, winner)
+    totals, total_places = _among(
+        call, (last, its_place), d, axes, lambda values: call.same(values, d)
+    )
     device, shard = x.meta["val"].device, build.offset(axes, 1)
     before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
     is_first = build.call(aten.eq.Scalar, before, 0)
@@ -335,9 +334,9 @@ def _local_choice_back(
     if not axes:
         return build.call(aten.scatter_add.default, zeros, d, places, grad)
     start = build.own_start(call.shapes[0][d], axes)
-    totals = _gather(call, _chosen_before(call, grad, places, start, d), d, axes)
+    totals = gathered(call, _chosen_before(call, grad, places, start, d), d, axes)
     first = build.call(aten.slice.Tensor, places, d, 0, 1)
-    first = _gather(call, first, d, axes)
+    first = gathered(call, first, d, axes)
     grad = build.call(aten.cat.default, [grad, totals], d)
     places = build.call(aten.cat.default, [places, first], d)
     places = build.call(aten.sub.Tensor, places, start)
@@ -362,10 +361,11 @@ def _local_topk(
     if not axes:
         return call.same(x, k, dim, *settings, **options)
     rows = x.meta["val"].shape[d]
-    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **options))
-    values, places = _candidates(call, values, places, d, axes)
-    values, winner = _results(call, call.same(values, k, d, *settings, **options))
-    return values, call.build.call(aten.gather.default, places, d, winner)
+
+    def choose(values: fx.Node, k: int = k) -> fx.Node:
+        return call.same(values, k, d, *settings, **options)
+
+    return _among(call, _results(call, choose(x, min(k, rows))), d, axes, choose)
 
 
 def _local_kthvalue(
@@ -378,10 +378,9 @@ def _local_kthvalue(
         return call.same(x, k, dim, keepdim)
     build, count = call.build, min(k, x.meta["val"].shape[d])
     smallest = build.call(aten.topk.default, x, count, d, False, True)
-    values, places = _candidates(call, *_results(call, smallest), d, axes)
-    values, winner = _results(call, call.same(values, k, d, True))
-    places = build.call(aten.gather.default, places, d, winner)
-    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
+    own = _results(call, smallest)
+    rows = _among(call, own, d, axes, lambda values: call.same(values, k, d, True))
+    return tuple(_squeezed(call, node, d, keepdim) for node in rows)
 
 
 ROWS = {
@@ -396,6 +395,12 @@ ROWS = {
     **rows("min.dim", choice(results=2), local=partial(_local_row, most), places=1),
     **rows("topk", topk, local=_local_topk, places=1, facts="orders alone"),
     **rows("kthvalue", kthvalue, local=_local_kthvalue, places=1, facts="orders"),
-    **rows("scan_back", _scan_back, "fxpar", local=_local_scan_back),
-    **rows("choice_back", _choice_back, "fxpar", linear="0", local=_local_choice_back),
+    **rows("fxpar::scan_back", _scan_back, local=_local_scan_back, facts="replaced"),
+    **rows(
+        "fxpar::choice_back",
+        _choice_back,
+        linear="0",
+        local=_local_choice_back,
+        facts="replaced",
+    ),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,6 +64,13 @@ class Part:
         """Return the place, or for other ranks' rows the spare row past the end."""
         return self.call.where(self.inside, self.place, self.n)
 
+    def put(self, x: fx.Node, dim: int, *args: Any, **options: Any) -> fx.Node:
+        """Return the result of the update ``(x, dim, index, *args)``; the spare row
+        takes other ranks' rows."""
+        spare = with_spares(self.call, x, [self.dim])
+        result = self.call.same(spare, dim, self.store(), *args, **options)
+        return without_spares(self.call, result, [self])
+
 
 def part_of(
     call: LocalCall,
@@ -111,6 +119,14 @@ def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
     """Return rows of a dim at these places by ``index``, which Inductor takes:
     ``index_select`` is decomposed before."""
     return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
+
+
+def added_at(
+    call: LocalCall, rows: fx.Node, shape: Sequence[Size], dim: int, places: fx.Node
+) -> fx.Node:
+    """Return zeros of this shape with the rows added at these places of a dim."""
+    zeros, indices = call.full(shape, 0, rows), [*[None] * dim, places]
+    return call.build.call(aten.index_put.default, zeros, indices, rows, True)
 
 
 def with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:

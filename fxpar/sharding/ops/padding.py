@@ -28,10 +28,10 @@ from fxpar.sharding.factors import (
     Rule,
 )
 from fxpar.sharding.op_table import make, rows, words_of
-from fxpar.sharding.ops.halos import add_halo_rows, axes_of, exchange_of, windows_of
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.moved_dims import moved
-from fxpar.sharding.ops.slicing import cut
+from fxpar.sharding.ops.own_rows import added_at
+from fxpar.sharding.ops.reads import add_halo_rows, axes_of, exchange_of, windows_of
+from fxpar.sharding.ops.slicing import cut, moved
 from fxpar.sharding.ops.views import moves
 
 aten = torch.ops.aten
@@ -114,9 +114,7 @@ def _local_pad_backward(
         before = pad[2 * (len(shape) - 1 - window.dim)]
         places = _padded_from(call, window, before, turns)
         shape[window.dim] = build.window_rows(exchange_of(call, window))
-        zeros = call.full(shape, 0, x)
-        indices = [*[None] * window.dim, places]
-        grad = build.call(aten.index_put.default, zeros, indices, grad, True)
+        grad = added_at(call, grad, shape, window.dim, places)
     return add_halo_rows(call, grad, 2)
 
 

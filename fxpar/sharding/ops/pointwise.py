@@ -17,37 +17,27 @@ import torch
 from torch import fx
 
 from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Passage, Rule
-from fxpar.sharding.op_table import make, rows, tensors_of, words_of
+from fxpar.sharding.op_table import aligned, make, rows, tensors_of
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
 
 
-def align(shapes: Sequence[Sequence[int]], results: int = 1) -> Rule:
+def broadcasting(shapes: Sequence[Sequence[int]], results: int = 1) -> Rule:
     """Return the rule of operands aligned from the right; a dim that is stretched gets
     no factor."""
-    full = torch.broadcast_shapes(*shapes)
-    result = words_of(full)
-    operands = [
-        [
-            word if n == size else "_"
-            for word, n, size in zip(
-                result[len(full) - len(s) :], s, full[len(full) - len(s) :], strict=True
-            )
-        ]
-        for s in shapes
-    ]
+    result, operands = aligned(shapes, "d")
     return make(operands, [result] * results)
 
 
 def broadcast(*args: Any, **kwargs: Any) -> Rule:
     """Return the rule of any operands and one result."""
-    return align([t.shape for t in tensors_of((args, kwargs))])
+    return broadcasting([t.shape for t in tensors_of((args, kwargs))])
 
 
 def broadcast_two(*args: Any, **kwargs: Any) -> Rule:
     """Return the rule of any operands and two results."""
-    return align([t.shape for t in tensors_of((args, kwargs))], results=2)
+    return broadcasting([t.shape for t in tensors_of((args, kwargs))], results=2)
 
 
 def _passing(reductions: Callable[..., Sequence[str]], *operands: int) -> Callable:
@@ -102,16 +92,10 @@ def _blend(value: Any) -> Sequence[str]:
     return LINEAR + MONOTONE if value == 0 else MONOTONE
 
 
-def _masked_fill(x: Any, mask: Any, value: Any) -> Sequence[str]:
-    return _blend(value)
-
-
-def _where_other(condition: Any, x: Any, other: Any) -> Sequence[str]:
-    return _blend(other)
-
-
-def _where_self(condition: Any, x: Any, other: Any) -> Sequence[str]:
-    return _blend(x)
+def _blended(place: int) -> Callable[..., Sequence[str]]:
+    """Return the function of the reductions of a call whose argument ``place`` is that
+    constant."""
+    return lambda *args: _blend(args[place])
 
 
 def _division(x: Any, other: Any, *, rounding_mode: str | None) -> Sequence[str]:
@@ -147,20 +131,16 @@ def log_sigmoid_backward(grad: Any, x: torch.Tensor, buffer: Any) -> Rule | None
     return broadcast(grad, x, buffer) if x.device.type == "cpu" else None
 
 
-def elementwise_loss(*args: Any) -> Rule | None:
-    """Return the rule of a loss's backward; None for a mean, which divides by the
-    global number of elements, unknown from a rank's shard."""
-    return None if args[-1] == 1 else broadcast(*args)
+def loss_backward(place: int) -> Callable[..., Rule | None]:
+    """Return the rule function of a loss's backward; argument ``place`` is the kind of
+    reduction. None for a mean, which divides by the global number of elements, unknown
+    from a rank's shard."""
 
+    def rule_of_call(*args: Any) -> Rule | None:
+        is_mean = args[place : place + 1] in ((), (1,))
+        return None if is_mean else broadcast(*args)
 
-def scaled_loss(grad: Any, x: Any, y: Any, reduction: int, scale: float) -> Rule | None:
-    return None if reduction == 1 else broadcast(grad, x, y)
-
-
-def bce_backward(
-    grad: Any, x: Any, y: Any, weight: Any = None, reduction: int = 1
-) -> Rule | None:
-    return None if reduction == 1 else broadcast(grad, x, y, weight)
+    return rule_of_call
 
 
 # Nothing passes through these while partial.
@@ -182,6 +162,18 @@ NONLINEAR = """
     special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_spherical_bessel_j0 _add_relu.Tensor
 """
+
+# Of the namespace prims.
+NONLINEAR_PRIMS = """
+    abs acos acosh asin atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0
+    bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cosh digamma eq erf_inv
+    erfc erfcx fmax fmin fmod gcd ge gt hypot igamma igammac isfinite le lgamma log10
+    log2 lt ndtri ne nextafter pow remainder shift_left shift_right_arithmetic sign
+    signbit spherical_bessel_j0 tan zeta
+"""
+INCREASING_PRIMS = "asinh atan cbrt ceil exp2 expm1 floor round sinh trunc"
+PLAIN_PRIMS = "neg real imag conj_physical"
+COPIES_PRIMS = "clone conj device_put view_of"
 
 TESTS = """
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
@@ -237,26 +229,36 @@ def _local_copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
     return call.same(x, local)
 
 
+def _with_prims(names: str, prims: str) -> str:
+    """Return names of aten ops and of prims, as ``rows`` takes them."""
+    return " ".join([names, *(f"prims::{name}" for name in prims.split())])
+
+
 ROWS = {
-    **rows(NONLINEAR, broadcast),
-    **rows("cos sin", broadcast, work="sin"),
+    **rows(_with_prims(NONLINEAR, NONLINEAR_PRIMS), broadcast),
+    **rows("cos sin prims::cos prims::sin", broadcast, work="sin"),
     **rows("gelu", broadcast, work="erf"),
-    **rows("log log1p", broadcast, work="log"),
-    **rows("reciprocal rsqrt sqrt", broadcast, work="root"),
+    **rows("log log1p prims::log prims::log1p", broadcast, work="log"),
+    **rows(
+        "reciprocal rsqrt sqrt prims::reciprocal prims::rsqrt prims::sqrt",
+        broadcast,
+        work="root",
+    ),
     **rows(TESTS, broadcast),
     **rows(POLYNOMIALS, broadcast),
-    **rows(INCREASING, broadcast, monotone="0"),
-    **rows("erf", broadcast, monotone="0", work="erf"),
-    **rows("exp sigmoid", broadcast, monotone="0", work="exp"),
-    **rows("tanh", broadcast, monotone="0", work="tanh"),
+    **rows(_with_prims(INCREASING, INCREASING_PRIMS), broadcast, monotone="0"),
+    **rows("erf prims::erf", broadcast, monotone="0", work="erf"),
+    **rows("exp sigmoid prims::exp", broadcast, monotone="0", work="exp"),
+    **rows("tanh prims::tanh", broadcast, monotone="0", work="tanh"),
     **rows("leaky_relu", _passing(_leaky_relu, 0)),
-    **rows("frexp.Tensor", broadcast_two),
+    **rows("frexp.Tensor prims::frexp", broadcast_two),
     **rows("log_sigmoid_forward", log_sigmoid),
     **rows("log_sigmoid_backward", log_sigmoid_backward, linear="0"),
-    **rows("maximum", _extremum("max")),
-    **rows("minimum", _extremum("min")),
+    **rows("maximum prims::maximum", _extremum("max")),
+    **rows("minimum prims::minimum", _extremum("min")),
     **rows(
-        "add.Tensor sub.Tensor rsub.Tensor addcdiv lerp.Scalar lerp.Tensor complex",
+        "add.Tensor sub.Tensor rsub.Tensor addcdiv lerp.Scalar lerp.Tensor complex "
+        "prims::add prims::sub",
         broadcast,
         linear="0+1",
     ),
@@ -268,22 +270,22 @@ ROWS = {
         work="root",
         facts="scales",
     ),
-    **rows(PLAIN, broadcast, linear="0"),
+    **rows(_with_prims(PLAIN, PLAIN_PRIMS), broadcast, linear="0"),
     **rows("mul.Scalar", broadcast, linear="0", facts="scales"),
     **rows(GRADIENTS, broadcast, linear="0"),
     **rows("rrelu_with_noise_backward polar", broadcast, linear="0"),
     **rows("_prelu_kernel", broadcast),
     **rows("_prelu_kernel_backward", broadcast_two, linear="0"),
-    **rows("mse_loss_backward", elementwise_loss, linear="0"),
-    **rows("huber_loss_backward smooth_l1_loss_backward", scaled_loss, linear="0"),
-    **rows("binary_cross_entropy_backward", bce_backward, linear="0"),
+    **rows("mse_loss_backward", loss_backward(3), linear="0"),
+    **rows("huber_loss_backward smooth_l1_loss_backward", loss_backward(3), linear="0"),
+    **rows("binary_cross_entropy_backward", loss_backward(4), linear="0"),
     **rows("addcmul", broadcast, linear="0+1|0+2"),
-    **rows("where.self", broadcast, movement="1+2", monotone="1|2"),
-    **rows("where.ScalarOther", _passing(_where_other, 1)),
-    **rows("where.ScalarSelf", _passing(_where_self, 1)),
-    **rows("masked_fill.Scalar", _passing(_masked_fill, 0)),
+    **rows("where.self prims::where", broadcast, movement="1+2", monotone="1|2"),
+    **rows("where.ScalarOther", _passing(_blended(2), 1)),
+    **rows("where.ScalarSelf", _passing(_blended(1), 1)),
+    **rows("masked_fill.Scalar", _passing(_blended(2), 0)),
     **rows("masked_fill.Tensor", broadcast, movement="0+2", monotone="0|2"),
-    **rows(COPIES, broadcast, movement="0"),
+    **rows(_with_prims(COPIES, COPIES_PRIMS), broadcast, movement="0"),
     **rows("alias", broadcast, movement="0", facts="keeps_order renames by_row"),
     **rows("clone", broadcast, movement="0", facts="keeps_order copies moves sinks"),
     **rows("detach", broadcast, movement="0", facts="keeps_order renames"),
@@ -292,43 +294,14 @@ ROWS = {
     **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
     **rows("copy", _passing(_copy, 1)),
     **rows("fill.Tensor", broadcast, linear="1"),
+    **rows("prims::mul", broadcast, linear="0|1"),
+    **rows("prims::div", broadcast, linear="0", work="root"),
+    **rows("prims::fma", broadcast, linear="0+2|1+2"),
     **rows(
-        "abs acos acosh asin atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e "
-        "bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cosh "
-        "digamma eq erf_inv erfc erfcx fmax fmin fmod gcd ge gt hypot igamma igammac "
-        "isfinite le lgamma log10 log2 lt ndtri ne nextafter pow remainder shift_left "
-        "shift_right_arithmetic sign signbit spherical_bessel_j0 tan zeta",
-        broadcast,
-        "prims",
-    ),
-    **rows("cos sin", broadcast, "prims", work="sin"),
-    **rows("log log1p", broadcast, "prims", work="log"),
-    **rows("reciprocal rsqrt sqrt", broadcast, "prims", work="root"),
-    **rows(
-        "asinh atan cbrt ceil exp2 expm1 floor round sinh trunc",
-        broadcast,
-        "prims",
-        monotone="0",
-    ),
-    **rows("erf", broadcast, "prims", monotone="0", work="erf"),
-    **rows("exp", broadcast, "prims", monotone="0", work="exp"),
-    **rows("tanh", broadcast, "prims", monotone="0", work="tanh"),
-    **rows("frexp", broadcast_two, "prims"),
-    **rows("maximum", _extremum("max"), "prims"),
-    **rows("minimum", _extremum("min"), "prims"),
-    **rows("add sub", broadcast, "prims", linear="0+1"),
-    **rows("mul", broadcast, "prims", linear="0|1"),
-    **rows("div", broadcast, "prims", linear="0", work="root"),
-    **rows("neg real imag conj_physical", broadcast, "prims", linear="0"),
-    **rows("fma", broadcast, "prims", linear="0+2|1+2"),
-    **rows("where", broadcast, "prims", movement="1+2", monotone="1|2"),
-    **rows("clone conj device_put view_of", broadcast, "prims", movement="0"),
-    **rows(
-        "copy_strided",
+        "prims::copy_strided",
         lambda x, stride: broadcast(x),
-        "prims",
         movement="0",
         local=_local_copy_strided,
     ),
-    **rows("convert_element_type", _passing(_convert, 0), "prims", facts="casts"),
+    **rows("prims::convert_element_type", _passing(_convert, 0), facts="casts"),
 }

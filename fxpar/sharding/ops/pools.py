@@ -28,7 +28,8 @@ from fxpar.graph.builder import Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.op_table import by_rank, names, rows, tensors_of, text
-from fxpar.sharding.ops.halos import (
+from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
     exchange_of,
@@ -39,17 +40,14 @@ from fxpar.sharding.ops.halos import (
     windows_of,
     with_halo_rows,
 )
-from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.reduction import least
 from fxpar.sharding.ops.window_dims import (
     SlidingWindow,
-    SpatialDims,
     each,
     sliding_rule,
     spatial_dims,
     windows,
 )
-from fxpar.sharding.row_moves import Exchange
 
 aten = torch.ops.aten
 
@@ -65,51 +63,6 @@ def _spatial(k: int, *args: Any, **kwargs: Any) -> str:
     whole."""
     words = [*names(args[0].dim() - k), *["_"] * k]
     return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
-
-
-def _pooled(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    sliding: bool,
-) -> tuple[SpatialDims, list[str], list[str]]:
-    """Return (dims, words of the pooled tensor, words of the result)."""
-    k = len(slid)
-    spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
-    lead = names(x.dim() - k)
-    return spatial, [*lead, *spatial.many], [*lead, *spatial.few]
-
-
-def _pool(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    results: int = 1,
-    sliding: bool = True,
-) -> Rule:
-    """Return the rule of a pool: windows over the last dims, ``few`` of them."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
-    first = x.dim() - len(slid)
-    words = text(rows, results=[slid_rows] * results)
-    return sliding_rule(words, spatial, spatial.windows(0, first))
-
-
-def _pool_backward(
-    x: torch.Tensor,
-    slid: Sequence[SlidingWindow],
-    few: Sequence[int],
-    may: MaySplit,
-    n: int = 1,
-    sliding: bool = True,
-) -> Rule:
-    """Return the rule of a pool's backward, which reads ``n`` tensors that have
-    windows, and ``x`` as the second operand."""
-    spatial, rows, slid_rows = _pooled(x, slid, few, may, sliding)
-    first = x.dim() - len(slid)
-    words = text(slid_rows, rows, *[slid_rows] * (n - 1), results=[rows])
-    return sliding_rule(words, spatial, spatial.windows(n + 1, first))
 
 
 def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
@@ -162,22 +115,26 @@ def _average_windows(
     )
 
 
-def _pool_of(read: Callable[..., _Windows], results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of pools with ``results`` results."""
+def _pool_of(
+    read: Callable[..., _Windows], results: int = 1, reads: int = 0
+) -> Callable[..., Rule]:
+    """Return the rule function of pools with ``results`` results; of their backwards,
+    which read ``reads`` tensors that have windows, and the pooled one as the second
+    operand."""
 
-    def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-        slid, ceil, may, sliding = read(k, *args, **kwargs)
-        return _pool(x, slid, _counts(x, slid, ceil), may, results, sliding)
-
-    return rule
-
-
-def _pool_backward_of(read: Callable[..., _Windows], n: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of their backwards, as by ``_pool_backward``."""
-
-    def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
-        slid, _, may, sliding = read(k, *args)
-        return _pool_backward(x, slid, grad.shape[-k:], may, n, sliding)
+    def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
+        x, *settings = args[1:] if reads else args
+        slid, ceil, may, sliding = read(k, *settings, **kwargs)
+        few = args[0].shape[-k:] if reads else _counts(x, slid, ceil)
+        spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
+        lead = names(x.dim() - k)
+        rows, slid_rows = [*lead, *spatial.many], [*lead, *spatial.few]
+        if reads:
+            words = text(slid_rows, rows, *[slid_rows] * (reads - 1), results=[rows])
+        else:
+            words = text(rows, results=[slid_rows] * results)
+        position = reads + 1 if reads else 0  # of the tensor that has rows
+        return sliding_rule(words, spatial, spatial.windows(position, len(lead)))
 
     return rule
 
@@ -324,17 +281,17 @@ def _local_offsets_to_indices(
     for d, step in enumerate(each(stride, k)):
         axes, rows = call.operands[0].dims[first + d], call.shapes[0][first + d]
         if call.build.mesh.count(axes) > 1:
-            start = _times(call, rows, axes, step * math.prod(size[d + 1 :]))
+            start = _times(call, rows, axes, 0, step * math.prod(size[d + 1 :]))
             index = call.build.call(aten.add.Tensor, index, start)
     return index
 
 
 def _times(
-    call: LocalCall, rows: int, axes: Sequence[str], by: int, base: int = 0
+    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
 ) -> Size:
-    """Return ``base`` + ``by`` times the position of the first row that a rank
-    holds."""
-    build = call.build
+    """Return ``by`` times the position of the row that is ``before`` rows before the
+    first that a rank holds."""
+    build, base = call.build, -by * before
     if shard_sizes.is_even(rows, build.mesh, axes):
         return build.offset(axes, rows // build.mesh.count(axes) * by, base)
     start = build.compute(operator.mul, build.own_start(rows, axes), by)
@@ -356,8 +313,6 @@ def _local_max_pool_backward(
 class ShardWithHalo:
     """Describes one dim of a shard with the rows around it."""
 
-    # The axes that split the dim.
-    axes: tuple[str, ...]
     # Rows of the whole dim.
     whole: int
     # Rows of the shard with those around it.
@@ -371,35 +326,23 @@ def shards_with_halos(
 ) -> list[ShardWithHalo]:
     """Return the last ``k`` dims of the tensor at ``at``, with the halos of the one at
     ``halos``."""
-    first, shards = len(call.shapes[at]) - k, []
+    build, first = call.build, len(call.shapes[at]) - k
+    shards: list[ShardWithHalo] = []
     ends = {dim: rows for dim, *rows in halos_of(call, halos)}
     read = {window.dim: window for window in windows_of(call, halos)}
     for d in range(first, first + k):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
         if d in read:
-            shards.append(_window(call, whole, exchange_of(call, read[d])))
+            exchange = exchange_of(call, read[d])
+            start = partial(build.compute, operator.mul, build.window_start(exchange))
+            width = build.window_rows(exchange)
+            shards.append(ShardWithHalo(whole, width, start))
             continue
-        size, (before, after) = call.build.own_size(whole, axes), ends.get(d, (0, 0))
-        width = call.build.compute(operator.add, size, before + after)
-        start = partial(_shard_start, call, whole, axes, before)
-        shards.append(ShardWithHalo(axes, whole, width, start))
+        size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
+        width = build.compute(operator.add, size, before + after)
+        start = partial(_times, call, whole, axes, before)
+        shards.append(ShardWithHalo(whole, width, start))
     return shards
-
-
-def _shard_start(
-    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
-) -> Size:
-    return _times(call, rows, axes, by, -by * before)
-
-
-def _window(call: LocalCall, whole: int, exchange: Exchange) -> ShardWithHalo:
-    """Return a dim of which a rank reads a window."""
-    build = call.build
-    start = build.window_start(exchange)
-    width = build.window_rows(exchange)
-    return ShardWithHalo(
-        exchange.axes, whole, width, partial(build.compute, operator.mul, start)
-    )
 
 
 def reindexed(
@@ -536,16 +479,14 @@ _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
 
 ROWS = {
     **rows(
-        "_low_memory_max_pool_with_offsets",
+        "prims::_low_memory_max_pool_with_offsets",
         _low_memory_pool,
-        "prims",
         local=_local_low_memory_pool,
         **_POOL,
     ),
     **rows(
-        "_low_memory_max_pool_offsets_to_indices",
+        "prims::_low_memory_max_pool_offsets_to_indices",
         _low_memory_indices,
-        "prims",
         local=_local_offsets_to_indices,
     ),
     **rows("fractional_max_pool2d fractional_max_pool3d", _fractional_pool),
@@ -572,7 +513,7 @@ ROWS = {
     **by_rank(
         "max_pool{}d_with_indices_backward",
         (2, 3),
-        _pool_backward_of(_max_windows, 2),
+        _pool_of(_max_windows, reads=2),
         _local_max_pool_backward,
         linear="0",
         **_POOL_BACKWARD,
@@ -588,7 +529,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d_backward",
         (2, 3),
-        _pool_backward_of(_average_windows),
+        _pool_of(_average_windows, reads=1),
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from torch import fx
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Passage, Rule
-from fxpar.sharding.op_table import all_at, at, make, rows, tensors_of, words_of
+from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.pointwise import align
+from fxpar.sharding.ops.pointwise import broadcast
 
 aten = torch.ops.aten
 
@@ -57,16 +58,24 @@ def _reduced(
     return make([words], [result] * results, passages=passages)
 
 
-def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
-    """Return the rule function of reductions called as ``(x, dim, keepdim=False)``;
-    ``how`` as in _reduced."""
+def over(
+    default: Dim = None, *, dim: int | None = 1, keep: int | None = 2, **how: Any
+) -> Callable[..., Rule]:
+    """Return the rule function of reductions; ``how`` as in _reduced. ``dim``,
+    ``keep``: positions of the arguments that name dims, and say whether they stay; None
+    if there is none, and all dims go."""
 
-    def rule_of_call(
-        x: torch.Tensor, dim: Dim = default, keepdim: bool = False, **_: Any
-    ) -> Rule:
-        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+    def rule_of_call(x: torch.Tensor, *args: Any, **rest: Any) -> Rule:
+        arguments = dict(enumerate(args, 1))
+        dims = rest.get("dim", arguments.get(dim, default)) if dim else None
+        keepdim = rest.get("keepdim", arguments.get(keep, False)) if keep else False
+        return _reduced(x, all_at(dims, x.ndim), keepdim, **how)
 
     return rule_of_call
+
+
+# Of all dims, whatever the other arguments.
+over_all = partial(over, dim=None, keep=None)
 
 
 def truth(reduction: str) -> Callable[..., Rule]:
@@ -82,16 +91,6 @@ def truth(reduction: str) -> Callable[..., Rule]:
     return rule_of_call
 
 
-def over_all(**how: Any) -> Callable[..., Rule]:
-    """Return the rule function of reductions of all dims, whatever the other
-    arguments."""
-
-    def rule_of_call(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
-        return _reduced(x, all_at(None, x.ndim), **how)
-
-    return rule_of_call
-
-
 def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
     """Return the rule function of a mean. With unequal shards the values that ranks
     average are up to the number of ranks times the mean, which may overflow float16."""
@@ -101,29 +100,6 @@ def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
         if (how.get("dtype") or x.dtype) != torch.float16:
             return mean
         return replace(mean, evenly=mean.contracted)
-
-    return rule_of_call
-
-
-def over_third(**how: Any) -> Callable[..., Rule]:
-    """Return the rule function of reductions called as ``(x, dim, unbiased,
-    keepdim)``."""
-
-    def rule_of_call(
-        x: torch.Tensor, dim: Dim, unbiased: bool = True, keepdim: bool = False
-    ) -> Rule:
-        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
-
-    return rule_of_call
-
-
-def over_prims(**how: Any) -> Callable[..., Rule]:
-    """Return the rule function of reductions called as ``(x, dims, ...)``."""
-
-    def rule_of_call(
-        x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any
-    ) -> Rule:
-        return _reduced(x, all_at(dims, x.ndim), **how)
 
     return rule_of_call
 
@@ -157,18 +133,9 @@ def along(*, results: int = 1) -> Callable[..., Rule]:
     and need ``dim`` whole."""
 
     def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
-        words = words_of(x, {at(dim, x.ndim)})
-        return make([words], [words] * results)
+        return keeping(x, {at(dim, x.ndim)}, results)
 
     return rule_of_call
-
-
-def sort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
-    return along(results=2)(x, dim)
-
-
-def argsort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
-    return along()(x, dim)
 
 
 def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
@@ -198,30 +165,18 @@ def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
     return replace(rule, operands=rule.results + rule.operands, results=rule.operands)
 
 
-def loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any) -> Rule:
-    """Return the rule of a loss by element, then the mean (1), the sum (2) or nothing
-    (0)."""
-    return _weighted((x, target), reduction)
+def loss(place: int) -> Callable[..., Rule]:
+    """Return the rule function of a loss by element, then the mean (1), the sum (2) or
+    nothing (0), as argument ``place`` says; without it the mean."""
 
+    def rule_of_call(*args: Any) -> Rule:
+        return _weighted(args[:place], args[place] if len(args) > place else 1)
 
-def weighted_loss(
-    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1
-) -> Rule:
-    return _weighted((x, target, weight), reduction)
-
-
-def logits_loss(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: Any = None,
-    positive: Any = None,
-    reduction: int = 1,
-) -> Rule:
-    return _weighted((x, target, weight, positive), reduction)
+    return rule_of_call
 
 
 def _weighted(args: Sequence[Any], reduction: int) -> Rule:
-    rule = align([t.shape for t in tensors_of(args)])
+    rule = broadcast(*args)
     if reduction == 0:
         return rule
     reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
@@ -341,22 +296,16 @@ def filled(
     return build.pad(x, padding, identity)
 
 
-def _local_largest(call: LocalCall, x: fx.Node, *args: Any, **settings: Any) -> fx.Node:
-    return call.same(
-        filled(call, x, _reduced_dims(call), least(x.meta["val"].dtype)),
-        *args,
-        **settings,
-    )
-
-
-def _local_smallest(
-    call: LocalCall, x: fx.Node, *args: Any, **settings: Any
+def _local_extreme(
+    never: Callable[[torch.dtype], int | float | bool],
+    call: LocalCall,
+    x: fx.Node,
+    *args: Any,
+    **settings: Any,
 ) -> fx.Node:
-    return call.same(
-        filled(call, x, _reduced_dims(call), most(x.meta["val"].dtype)),
-        *args,
-        **settings,
-    )
+    """Return the largest or smallest row; ``never`` is the value that is not chosen."""
+    x = filled(call, x, _reduced_dims(call), never(x.meta["val"].dtype))
+    return call.same(x, *args, **settings)
 
 
 def _local_norm(
@@ -369,6 +318,8 @@ def _local_norm(
         filled(call, x, _reduced_dims(call), identity), order, *args, **settings
     )
 
+
+_LARGEST, _SMALLEST = partial(_local_extreme, least), partial(_local_extreme, most)
 
 ROWS = {
     **rows("sum", over_all(**ADDED), **SUM, facts="by_row of_all"),
@@ -390,19 +341,17 @@ ROWS = {
     ),
     **rows("nansum count_nonzero.dim_IntList", over(**ADDED)),
     **rows("count_nonzero", over(**ADDED), facts="of_all"),
-    **rows(
-        "amax", over(**MAX), reduce="max", local=_local_largest, along=1, facts="by_row"
-    ),
+    **rows("amax", over(**MAX), reduce="max", local=_LARGEST, along=1, facts="by_row"),
     **rows(
         "amin",
         over(**MIN),
         reduce="min",
-        local=_local_smallest,
+        local=_SMALLEST,
         along=1,
         facts="by_row",
     ),
-    **rows("max", over_all(**MAX), reduce="max", local=_local_largest, facts="of_all"),
-    **rows("min", over_all(**MIN), reduce="min", local=_local_smallest, facts="of_all"),
+    **rows("max", over_all(**MAX), reduce="max", local=_LARGEST, facts="of_all"),
+    **rows("min", over_all(**MIN), reduce="min", local=_SMALLEST, facts="of_all"),
     **rows("any any.dim any.dims", truth("max"), reduce="max"),
     **rows("all all.dim all.dims", truth("min"), reduce="min"),
     **rows("prod", over_all(**PRODUCT), reduce="product"),
@@ -414,8 +363,8 @@ ROWS = {
     **rows("logsumexp", over(), along=1),
     **rows("median", over_all(), facts="orders alone"),
     **rows("nanmedian", over_all(), facts="orders"),
-    **rows("var.dim std.dim", over_third()),
-    **rows("var_mean.dim std_mean.dim", over_third(results=2)),
+    **rows("var.dim std.dim", over(keep=3)),
+    **rows("var_mean.dim std_mean.dim", over(keep=3, results=2)),
     **rows("var std", over_all()),
     **rows("var_mean std_mean", over_all(results=2)),
     **rows("mode", over(-1, results=2), facts="orders"),
@@ -429,23 +378,21 @@ ROWS = {
     **rows("_softmax", along(), rows=1, work="exp", along=1, facts="by_row"),
     **rows("_log_softmax", along(), rows=1, work="exp", along=1),
     **rows("_safe_softmax", along()),
-    **rows("sort", along(results=2), places=1, facts="orders alone"),
-    **rows("argsort", along(), facts="orders"),
-    **rows("sort.stable", sort_stable, places=1, facts="orders alone"),
-    **rows("argsort.stable", argsort_stable, facts="orders"),
+    **rows("sort sort.stable", along(results=2), places=1, facts="orders alone"),
+    **rows("argsort argsort.stable", along(), facts="orders"),
     **rows("trace", trace, linear="0"),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
     **rows("glu_backward", glu_backward, linear="0"),
-    **rows("mse_loss huber_loss smooth_l1_loss", loss),
-    **rows("binary_cross_entropy", weighted_loss),
-    **rows("binary_cross_entropy_with_logits", logits_loss),
-    **rows(LINEAR_LOSS, linear_cross_entropy, "torch_nn"),
-    **rows(f"{LINEAR_LOSS}_no_reduction", linear_cross_entropies, "torch_nn"),
-    **rows("sum", over_prims(**ADDED), "prims", **SUM),
-    **rows("amax", over_prims(**MAX), "prims", reduce="max", local=_local_largest),
-    **rows("amin", over_prims(**MIN), "prims", reduce="min", local=_local_smallest),
-    **rows("prod", over_prims(**PRODUCT), "prims", reduce="product"),
-    **rows("var xor_sum", over_prims(), "prims"),
-    **rows("prepare_softmax_online", softmax_parts, "prims"),
+    **rows("mse_loss huber_loss smooth_l1_loss", loss(2)),
+    **rows("binary_cross_entropy", loss(3)),
+    **rows("binary_cross_entropy_with_logits", loss(4)),
+    **rows(f"torch_nn::{LINEAR_LOSS}", linear_cross_entropy),
+    **rows(f"torch_nn::{LINEAR_LOSS}_no_reduction", linear_cross_entropies),
+    **rows("prims::sum", over(keep=None, **ADDED), **SUM),
+    **rows("prims::amax", over(keep=None, **MAX), reduce="max", local=_LARGEST),
+    **rows("prims::amin", over(keep=None, **MIN), reduce="min", local=_SMALLEST),
+    **rows("prims::prod", over(keep=None, **PRODUCT), reduce="product"),
+    **rows("prims::var prims::xor_sum", over(keep=None)),
+    **rows("prims::prepare_softmax_online", softmax_parts),
 }

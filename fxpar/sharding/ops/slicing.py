@@ -2,7 +2,7 @@
 
 The touched dim may be split like all others: it is one factor, of which tensors have
 different numbers of rows, and ranks exchange the rows that change ranks
-(``Rule.moves``, by ``passes.local.local_ops``). When few rows are cut out each rank
+(``Rule.moves``, by ``sharding.ops.reads``). When few rows are cut out each rank
 gives those it has and zero elsewhere, so the result is partial; when few rows are put
 in they are whole, and each rank takes its own. Every partial value may pass, except
 that a filled-in constant allows only reductions that leave the constant unchanged.
@@ -13,7 +13,7 @@ Never: cuts rows out of a split dim whose size is open.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +21,79 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
-from fxpar.sharding.factors import Reach, RowPiece, RowWindow, Rule
-from fxpar.sharding.op_table import all_at, at, make, rows, words_of
-from fxpar.sharding.ops.halos import (
-    add_halo_rows,
-    exchange_of,
-    windows_of,
-    with_halo_rows,
-)
+from fxpar.sharding.factors import Reach, RowMoves, RowPiece, RowWindow, Rule
+from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.moved_dims import around, moved, resized
 from fxpar.sharding.ops.own_rows import is_within, part_of, rows_at, trailing
 from fxpar.sharding.ops.pointwise import broadcast
+from fxpar.sharding.ops.reads import add_halo_rows, window_shape, with_halo_rows
 from fxpar.sharding.ops.views import Shape, moves, transpose
 
 aten = torch.ops.aten
+
+
+# Rows that change ranks (``Rule.moves``)
+
+
+def moved(
+    operands: Sequence[torch.Tensor],
+    results: Sequence[Shape],
+    pieces: Mapping[int, Sequence[RowPiece]],
+    fill: bool | int | float = 0,
+    turns: Mapping[int, int] | None = None,
+    few: Collection[int] = (),
+) -> Rule | None:
+    """Return the rule of operands' rows moved to results of these shapes: the pieces of
+    each dim, one dim after the other, repeated as often as ``turns`` says. None where a
+    size of such a dim is open. A result with one row is whole on every rank, and so are
+    the operands numbered in ``few``."""
+    shapes = [tuple(x.shape) for x in operands]
+    moves = tuple(
+        RowMoves(
+            dim,
+            tuple(shape[dim] for shape in shapes),
+            tuple(shape[dim] for shape in results),
+            tuple(rows),
+            fill,
+            turns=(turns or {}).get(dim, 1),
+        )
+        for dim, rows in pieces.items()
+    )
+    if not all(isinstance(n, int) for m in moves for n in (*m.sources, *m.targets)):
+        return None
+    unreduced = [
+        [f"~d{m.dim}" for m in moves if shape[m.dim] == 1 < max(m.sources)]
+        for shape in results
+    ]
+    words = [words_of(shape) for shape in results]
+    ends = [[*dims, *marks] for dims, marks in zip(words, unreduced, strict=True)]
+    own = [words_of(x) for x in shapes]
+    for i, m in itertools.product(few, moves):
+        own[i][m.dim] = "_"
+    return replace(make(own, ends), moves=moves)
+
+
+def resized(x: torch.Tensor | Shape, dim: int, rows: int) -> Shape:
+    """Return the shape with ``rows`` rows of a dim."""
+    shape = list(x.shape if isinstance(x, torch.Tensor) else x)
+    shape[dim] = rows
+    return shape
+
+
+def around(n: int, positions: range) -> list[RowPiece]:
+    """Return the pieces of ``n`` rows of the first operand, with the second's at
+    ``positions``."""
+    start, step, rows = positions.start, positions.step, len(positions)
+    last = start + step * (rows - 1)
+    pieces = [RowPiece(0, 0, start), RowPiece(1, 0, rows, at=start, stride=step)]
+    for i in range(1, step):
+        between = len(range(start + i, last, step))
+        pieces.append(RowPiece(0, 0, between, start + i, step, start + i, step))
+    pieces.append(RowPiece(0, 0, n - last - 1, last + 1, at=last + 1))
+    return [piece for piece in pieces if piece.count]
+
+
+# Cuts
 
 
 def cut(
@@ -253,8 +311,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
 
 def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
     """Return the rule: which elements stay depends on their position in the matrix."""
-    words = words_of(x, {x.ndim - 2, x.ndim - 1})
-    return make([words], [words])
+    return keeping(x, {x.ndim - 2, x.ndim - 1})
 
 
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
@@ -298,8 +355,7 @@ def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
 
 
 def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
-    words = words_of(x, {at(d, x.ndim) for d in dims})
-    return make([words], [words])
+    return keeping(x, {at(d, x.ndim) for d in dims})
 
 
 def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
@@ -463,9 +519,7 @@ def _local_unfold(call: LocalCall, x: fx.Node, *settings: int) -> fx.Node:
 def _local_unfold_backward(
     call: LocalCall, grad: fx.Node, shape: Any, dim: int, size: int, step: int
 ) -> fx.Node:
-    own = list(call.local_shape())
-    for window in windows_of(call, 1):
-        own[window.dim] = call.build.window_rows(exchange_of(call, window))
+    own = window_shape(call, call.local_shape(), 1)
     return add_halo_rows(call, call.same(grad, own, dim, size, step), 1)
 
 
@@ -522,10 +576,9 @@ ROWS = {
         shape=1,
         local=_local_unfold_backward,
     ),
-    **moves("flip", mirror),
+    **moves("flip prims::rev", mirror),
     **moves("roll", roll),
     **moves("rot90", rot90),
     **moves("repeat", repeat, local=_local_repeat, facts="copies"),
-    **moves("rev", mirror, namespace="prims"),
-    **moves("cat", cat, namespace="prims"),
+    **moves("prims::cat", cat),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.op_table import make, rows, words_of
+from fxpar.sharding.op_table import keeping, make, rows, words_of
 from fxpar.sharding.ops.pointwise import broadcast, broadcast_two
 
 Shape = Sequence[int]
@@ -37,21 +37,6 @@ def fresh(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
         for i, n in enumerate(x.shape)
     ]
     return make([operand], [result])
-
-
-def scalar(*_: Any, **__: Any) -> Rule:
-    """Return the rule of a result without dims."""
-    return make([], [[]])
-
-
-def ranged(*_: Any, **__: Any) -> Rule:
-    """Return the rule of one dim that counts."""
-    return make([], [["n!"]])
-
-
-def matrix(*_: Any, **__: Any) -> Rule:
-    """Return the rule of two dims that count."""
-    return make([], [["m!", "n!"]])
 
 
 def drawn(place: int) -> Callable[..., Rule]:
@@ -84,12 +69,7 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> Rule:
     """Return the rule; nothing is drawn where nothing is dropped."""
     if train is False or p == 0:
         return broadcast_two(x)
-    words = words_of(x, range(x.ndim))
-    return make([words], [words, words])
-
-
-def lookup_seed(seeds: torch.Tensor, index: int) -> Rule:
-    return make([["n!"]], [[]])
+    return keeping(x, range(x.ndim), 2)
 
 
 def indexed(place: int) -> Callable[..., Rule]:
@@ -103,36 +83,43 @@ def indexed(place: int) -> Callable[..., Rule]:
     return rule_of_call
 
 
-def offsets(count: Sequence[int], *_: Any) -> Rule:
-    return make([], [["n!", "_"]])
-
+# A result without dims; one whose dims count.
+_SCALAR, _RANGE, _MATRIX = "->", "-> n!", "-> m! n!"
 
 ROWS = {
     **rows(
         "full zeros ones empty.memory_format empty_permuted empty_strided "
-        "_efficientzerotensor",
+        "_efficientzerotensor prims::full prims::empty prims::empty_permuted "
+        "prims::empty_strided",
         filled,
         shape=0,
         constant="filled",
     ),
-    **rows("full_like zeros_like ones_like empty_like", broadcast, constant="filled"),
-    **rows("fill.Scalar", broadcast),
+    **rows(
+        "full_like zeros_like ones_like empty_like prims::full_like",
+        broadcast,
+        constant="filled",
+    ),
+    **rows("fill.Scalar prims::fill", broadcast),
     **rows(
         "new_full new_zeros new_ones new_empty new_empty_strided",
         fresh,
         shape=1,
         constant="filled",
     ),
-    **rows("scalar_tensor", scalar, constant="filled"),
+    **rows("scalar_tensor prims::scalar_tensor", _SCALAR, constant="filled"),
     **rows(
         "arange arange.start arange.start_step linspace logspace fft_fftfreq "
-        "fft_rfftfreq",
-        ranged,
+        "fft_rfftfreq prims::iota",
+        _RANGE,
         constant="counted",
     ),
-    **rows("randperm", ranged),
-    **rows("eye eye.m tril_indices triu_indices", matrix, constant="counted"),
-    **rows("rand rand.generator randn randn.generator", drawn(0)),
+    **rows("randperm prims::inductor_seeds prims::inductor_rand_eager_offset", _RANGE),
+    **rows("eye eye.m tril_indices triu_indices", _MATRIX, constant="counted"),
+    **rows(
+        "rand rand.generator randn randn.generator prims::normal prims::uniform",
+        drawn(0),
+    ),
     **rows("randint randint.generator", drawn(1), work="draw"),
     **rows("randint.low randint.low_generator", drawn(2), work="draw"),
     **rows("normal.float_float", drawn(2)),
@@ -146,24 +133,9 @@ ROWS = {
     **rows("normal.float_Tensor", lambda mean, std, **_: drawn_like(std)),
     **rows("multinomial", multinomial),
     **rows("native_dropout", dropout),
-    **rows(
-        "full empty empty_permuted empty_strided",
-        filled,
-        "prims",
-        shape=0,
-        constant="filled",
-    ),
-    **rows("full_like", broadcast, "prims", constant="filled"),
-    **rows("fill", broadcast, "prims"),
-    **rows("scalar_tensor", scalar, "prims", constant="filled"),
-    **rows("inductor_seed", scalar, "prims"),
-    **rows("iota", ranged, "prims", constant="counted"),
-    **rows("inductor_seeds inductor_rand_eager_offset", ranged, "prims"),
-    **rows("normal uniform", drawn(0), "prims"),
-    **rows("inductor_lookup_seed", lookup_seed, "prims", facts="random"),
-    **rows(
-        "inductor_random", indexed(0), "prims", shape=0, work="draw", facts="random"
-    ),
-    **rows("inductor_randint", indexed(2), "prims", shape=2, facts="random"),
-    **rows("inductor_rand_eager_offsets", offsets, "prims"),
+    **rows("prims::inductor_seed", _SCALAR),
+    **rows("prims::inductor_lookup_seed", "n! ->", facts="random"),
+    **rows("prims::inductor_random", indexed(0), shape=0, work="draw", facts="random"),
+    **rows("prims::inductor_randint", indexed(2), shape=2, facts="random"),
+    **rows("prims::inductor_rand_eager_offsets", "-> n! _"),
 }

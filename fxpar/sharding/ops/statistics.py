@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,45 +46,25 @@ def histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> 
 
 def histogram(
     x: torch.Tensor,
-    bins: torch.Tensor | int = 100,
+    bins: Any = 100,
     *,
     range: Sequence[float] | None = None,
     weight: Maybe = None,
     density: bool = False,
+    of_points: bool = False,
+    counts: bool = True,
 ) -> Rule:
-    """Return the rule of counts, or their density, which no rank knows alone; and the
-    edges of bins."""
-    edges = int(isinstance(bins, torch.Tensor))
-    adds = (bool(edges) or range is not None) and not density
-    return _counted(words_of(x), edges, weight, 1, 1, adds)
-
-
-def _points(x: torch.Tensor) -> list[str]:
-    return [*words_of(x.shape[:-1]), "_"]
-
-
-def histogramdd(
-    x: torch.Tensor,
-    bins: Sequence[torch.Tensor] | Sequence[int],
-    *,
-    range: Sequence[float] | None = None,
-    weight: Maybe = None,
-    density: bool = False,
-) -> Rule:
+    """Return the rule of counts, or their density, which no rank knows alone, and of
+    the edges of bins. ``of_points``: the last dim of ``x`` has coordinates, with bins
+    for each; results are counts alone, or edges alone without ``counts``."""
     edges = len(tensors_of(bins))
     adds = (bool(edges) or range is not None) and not density
-    return _counted(_points(x), edges, weight, len(bins), 0, adds)
-
-
-def histogramdd_edges(
-    x: torch.Tensor,
-    bins: Sequence[int],
-    *,
-    range: Sequence[float] | None = None,
-    weight: Maybe = None,
-    density: bool = False,
-) -> Rule:
-    return _counted(_points(x), 0, weight, 0, len(bins), range is not None)
+    if not of_points:
+        return _counted(words_of(x), edges, weight, 1, 1, adds)
+    points, many = [*words_of(x.shape[:-1]), "_"], len(bins)
+    if counts:
+        return _counted(points, edges, weight, many, 0, adds)
+    return _counted(points, 0, weight, 0, many, range is not None)
 
 
 # Segments of one dim
@@ -176,8 +157,11 @@ def pdist_backward(
 ROWS = {
     **rows("histc", histc),
     **rows("histogram.bins_tensor histogram.bin_ct", histogram),
-    **rows("_histogramdd_from_bin_cts _histogramdd_from_bin_tensors", histogramdd),
-    **rows("_histogramdd_bin_edges", histogramdd_edges),
+    **rows(
+        "_histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
+        partial(histogram, of_points=True),
+    ),
+    **rows("_histogramdd_bin_edges", partial(histogram, of_points=True, counts=False)),
     **rows("segment_reduce", segment_reduce),
     **rows("_segment_reduce_backward", segment_reduce_backward, linear="0"),
     **rows("_cdist_forward", cdist),

@@ -25,8 +25,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.graph.builder import value_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.op_table import Word, at, make, rows, words_of
-from fxpar.sharding.ops import views
+from fxpar.sharding.op_table import Word, at, keeping, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -314,8 +313,7 @@ def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
 
 def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
     """Return the rule: channels change places."""
-    words = words_of(x, whole=[1])
-    return make([words], [words])
+    return keeping(x, [1])
 
 
 # Local forms
@@ -350,9 +348,9 @@ def _local_as_strided(
     call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
 ) -> fx.Node:
     args = value_of((call.node.args[0], shape, stride, offset))
-    if views.is_reshape(*args):
+    if is_reshape(*args):
         return _local_reshape(call, x)
-    form = views.strided(*args)
+    form = strided(*args)
     if form is None:
         return _by_strides(call, x, shape, stride, offset)
     build, x = call.build, _cuts(call, x, form)[-1]
@@ -363,18 +361,18 @@ def _local_as_strided(
     return build.call(aten.expand.default, x, list(call.local_shape()))
 
 
-def _order(form: views.Strided) -> list[int]:
+def _order(form: Strided) -> list[int]:
     """Return the dims in the order of the result, then those that were cut to one
     place."""
     order = [d for d in form.source if d is not None]
     return order + [d for d in range(len(form.cuts)) if d not in order]
 
 
-def _cut_dims(call: LocalCall, form: views.Strided) -> list[int]:
+def _cut_dims(call: LocalCall, form: Strided) -> list[int]:
     return [d for d, cut in enumerate(form.cuts) if cut != range(call.shapes[0][d])]
 
 
-def _cuts(call: LocalCall, x: fx.Node, form: views.Strided) -> list[fx.Node]:
+def _cuts(call: LocalCall, x: fx.Node, form: Strided) -> list[fx.Node]:
     """Return ``x``, then ``x`` with one more dim cut each time."""
     out = [x]
     for d in _cut_dims(call, form):
@@ -393,14 +391,14 @@ def _local_as_strided_scatter(
     offset: int | None = None,
 ) -> fx.Node:
     build, global_args = call.build, list(value_of(call.node.args))
-    if views.as_strided_scatter(*global_args) is None:
+    if as_strided_scatter(*global_args) is None:
         first = _from_start(call, offset)
         _refuse_beyond(call, shape, stride, first)
         return call.same(_with_global_strides(call, x), source, shape, stride, first)
     del global_args[1]
-    if views.is_reshape(*global_args):
+    if is_reshape(*global_args):
         return build.call(aten.reshape.default, source, list(call.local_shape()))
-    form = views.strided(*global_args)
+    form = strided(*global_args)
     assert form is not None
     parts = _cuts(call, x, form)
     order, size = _order(form), parts[-1].meta["val"].shape
@@ -508,20 +506,22 @@ ROWS = {
         facts="keeps_order by_row sinks",
     ),
     **moves(
-        "squeeze_copy squeeze_copy.dim squeeze_copy.dims", squeeze, local=_local_squeeze
+        "squeeze_copy squeeze_copy.dim squeeze_copy.dims prims::squeeze",
+        squeeze,
+        local=_local_squeeze,
     ),
     **moves(
         "unsqueeze unsqueeze_copy", unsqueeze, along=1, facts="keeps_order sinks by_row"
     ),
     **moves(
-        "as_strided as_strided_copy",
+        "as_strided as_strided_copy prims::as_strided",
         as_strided,
         even=True,
         local=_local_as_strided,
         facts="by_strides",
     ),
     **rows(
-        "as_strided_scatter",
+        "as_strided_scatter prims::as_strided_scatter",
         as_strided_scatter,
         movement="0+1",
         even=True,
@@ -539,37 +539,16 @@ ROWS = {
     **moves("pixel_shuffle", pixel_shuffle, empty="fill"),
     **moves("pixel_unshuffle", pixel_unshuffle, empty="fill"),
     **moves("native_channel_shuffle", channel_shuffle),
-    **moves("broadcast_in_dim", broadcast_in_dim, namespace="prims", shape=1),
+    **moves("prims::broadcast_in_dim", broadcast_in_dim, shape=1),
     **moves(
-        "reshape",
+        "prims::reshape",
         view,
-        namespace="prims",
         shape=1,
         local=_local_reshape,
         facts="reshapes",
     ),
-    **moves(
-        "collapse collapse_view", collapse, namespace="prims", local=_local_reshape
-    ),
-    **moves("split_dim", split_dim, namespace="prims", local=_local_reshape),
-    **moves("squeeze", squeeze, namespace="prims", local=_local_squeeze),
-    **moves("transpose", permute, namespace="prims"),
-    **moves(
-        "as_strided",
-        as_strided,
-        namespace="prims",
-        even=True,
-        local=_local_as_strided,
-        facts="by_strides",
-    ),
-    **rows(
-        "as_strided_scatter",
-        as_strided_scatter,
-        "prims",
-        movement="0+1",
-        even=True,
-        local=_local_as_strided_scatter,
-        facts="moves by_strides",
-    ),
-    **rows("view_of_dtype", view_dtype, "prims", local=_local_reread),
+    **moves("prims::collapse prims::collapse_view", collapse, local=_local_reshape),
+    **moves("prims::split_dim", split_dim, local=_local_reshape),
+    **moves("prims::transpose", permute),
+    **rows("prims::view_of_dtype", view_dtype, local=_local_reread),
 }

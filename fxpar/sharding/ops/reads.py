@@ -1,11 +1,15 @@
-"""Exchanges rows around a shard of a split dim, in the local graph.
+"""Gives a rank the rows of other ranks that its shard of a result needs.
 
-Rows are sent by permutes, from as many shards away as necessary; rows beyond the ends
-of the dim are a constant, or dropped. Where several dims are split the corners come
-with the rows of the later dims.
-In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
+One of three transports brings them, as ``shift_messages`` prices them: permutes, for
+rows around equal shards, from as many shards away as necessary, the same on all ranks;
+an exchange (``Exchange``), for any other rows, of which each rank sends exactly those
+that another needs; a gather of a summary of each shard. Rows beyond the ends of a dim
+are a constant, or dropped. Where several dims are split the corners come with the rows
+of the later dims.
+In: a local call and its tensors. Out: a tensor with the rows of its halos or windows
 (``with_halo_rows``), or with summands for such rows added to the rows of their owners
-(``add_halo_rows``), the transpose of the former.
+(``add_halo_rows``), the transpose of the former; the results of an op that moves rows
+(``moved``); the rows of all shards (``gathered``).
 Never: sends rows of a dim that is not split.
 """
 
@@ -18,13 +22,21 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import collective_nodes, size_nodes
-from fxpar.graph.builder import Size
-from fxpar.sharding.factors import Axes, RowWindow
+from fxpar.graph.builder import Builder, Size
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.factors import Axes, RowMoves, RowWindow
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.window_dims import each
-from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.shift_messages import exchange_of_window, halo_of, pieces
+from fxpar.sharding.row_moves import Exchange, turn_of
+from fxpar.sharding.shift_messages import exchange_of as exchange_of_moves
+from fxpar.sharding.shift_messages import (
+    exchange_of_window,
+    halo_of,
+    is_by_permutes,
+    pieces,
+)
 
 aten = torch.ops.aten
 
@@ -75,6 +87,86 @@ def exchange_of(
     return exchange_of_window(window, axes, adds=adds, fill=fill)
 
 
+def is_exchange(call: LocalCall) -> bool:
+    """Return whether an op moves rows between ranks by exchanges, not by permutes."""
+    exchanges = (_exchange_of_moves(call, moves) for moves in call.rule.moves)
+    target, mesh = call.node.target, call.build.mesh
+    return any(x.axes and not is_by_permutes(target, x, mesh) for x in exchanges)
+
+
+def _exchange_of_moves(call: LocalCall, moves: RowMoves) -> Exchange:
+    return exchange_of_moves(moves, call.operands, call.results, call.build.mesh)
+
+
+def moved(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
+    """Return the results of a call that moves rows, a tuple if there are several:
+    operands are joined, ranks exchange rows, and the received rows are split into the
+    results, each contiguous; several dims are done one after the other. Raises
+    Inexpressible for rows of a dim of open size."""
+    values = list(operands)
+    for moves in call.rule.moves:
+        if not all(isinstance(s[moves.dim], int) for s in call.shapes):
+            raise Inexpressible("rows are moved along a dim whose size is dynamic")
+        values = _moved(call, values, _exchange_of_moves(call, moves))
+    several = not isinstance(call.node.meta["val"], torch.Tensor)
+    return tuple(values) if several else values[0]
+
+
+def _moved(
+    call: LocalCall, operands: Sequence[fx.Node], exchange: Exchange
+) -> list[fx.Node]:
+    build, moves, dim = call.build, exchange.moves, exchange.moves.dim
+    x = operands[0]
+    if len(operands) > 1:
+        x = build.call(aten.cat.default, list(operands), dim)
+    moved = collective_nodes.exchange_step(build, x, exchange)
+    if moves.turns > 1:
+        return [_repeated(call, moved, exchange)]
+    if len(moves.targets) == 1:
+        return [moved]
+    out, start = [], 0
+    for n, split in zip(moves.targets, exchange.split_targets, strict=True):
+        rows = build.own_size(n, exchange.axes) if split else n
+        end = build.compute(operator.add, start, rows)
+        out.append(copied_rows(build, moved, dim, start, end))
+        start = end
+    return out
+
+
+def copied_rows(
+    build: Builder, x: fx.Node, dim: int, start: Size, end: Size
+) -> fx.Node:
+    """Return a contiguous copy of rows ``[start, end)`` of a local tensor."""
+    part = build.call(aten.slice.Tensor, x, dim, start, end)
+    contiguous = torch.contiguous_format
+    return build.call(aten.clone.default, part, memory_format=contiguous)
+
+
+def _repeated(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
+    """Return this rank's rows of a result that repeats, from its first turn ``x``."""
+    build, dim, (n,) = call.build, exchange.moves.dim, exchange.moves.targets
+    (split,) = exchange.split_targets
+    axes = exchange.axes if split else ()
+    turns = -(-shard_sizes.largest(n, build.mesh, axes) // turn_of(exchange.moves))
+    if turns == 1:
+        return x
+    repeats = [turns if d == dim else 1 for d in range(x.meta["val"].dim())]
+    x = build.call(aten.repeat.default, x, repeats)
+    return copied_rows(build, x, dim, 0, build.own_size(n, axes))
+
+
+def gathered(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
+    """Return the rows of all shards, in order, given this rank's; equally many of each
+    shard."""
+    split, shape = list(call.operands[0].dims), list(call.shapes[0])
+    shape[dim] = call.build.mesh.count(axes) * x.meta["val"].shape[dim]
+    before = tuple(split)
+    split[dim] = ()
+    cut = collective_nodes.Cut(tuple(shape), before, tuple(split), (dim,))
+    step = collective_nodes.all_gather
+    return collective_nodes.step(call.build, step, x, dim, axes, cut=cut)
+
+
 def with_halo_rows(
     call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
 ) -> fx.Node:
@@ -86,6 +178,14 @@ def with_halo_rows(
     for window in windows_of(call, position):
         x = _exchanged(call, x, exchange_of(call, window, fill))
     return x
+
+
+def window_shape(call: LocalCall, shape: Sequence[Size], position: int) -> list[Size]:
+    """Return a shape with the rows of the windows of the tensor at ``position``."""
+    out = list(shape)
+    for window in windows_of(call, position):
+        out[window.dim] = call.build.window_rows(exchange_of(call, window))
+    return out
 
 
 def _exchanged(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
@@ -270,14 +370,10 @@ def unsplit_padding(padding: int | Sequence[int], split: Sequence[bool]) -> list
 def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """Return a tensor of the shape of ``x`` with the rows of another tensor's halos;
     the values of the added rows are not used."""
-    windows = windows_of(call, position)
-    if windows:
-        shape: list[Size] = list(call.operand_shape(1))
+    if windows_of(call, position):
+        shape = window_shape(call, call.operand_shape(1), position)
         for dim, *around in halos_of(call, position):
             shape[dim] = call.build.compute(operator.add, shape[dim], sum(around))
-        for window in windows:
-            rows = call.build.window_rows(exchange_of(call, window))
-            shape[window.dim] = rows
         return call.full(shape, 0, x)
     if not halos_of(call, position):
         return x
