@@ -83,13 +83,11 @@ FEATURES = "features/__init__.py"
 # Files of the core that import a room even so. This list gets shorter, not longer.
 TIES = {
     ("fusion/memory_order.py", "passes/attention"),
-    ("choose_plan.py", "features/experts"),
     ("fusion/verbs/balance.py", "passes/attention"),
     ("fusion/verbs/flex_ring.py", "passes/attention"),
     ("fusion/verbs/ring_attention.py", "passes/attention"),
     ("passes/local/local_ops.py", "passes/attention"),
     ("backend.py", "passes/regions"),
-    ("choose_plan.py", "passes/regions"),
     ("runtime/calls/compiled_graph.py", "passes/regions"),
     ("runtime/shard_map.py", "passes/regions"),
     ("compilation.py", "passes/stages"),

@@ -18,6 +18,14 @@ from torch import fx
 
 from fxpar.passes.order.order_collectives import Pass, When
 from fxpar.sharding.op_facts import name_of
+from fxpar.sharding.plan_request import Request
+
+# Given a traced graph, a request, and what gives the seconds of a step that a short
+# search finds for a request: the request with a choice of what changes the graph, and
+# notes of why.
+Choose = Callable[
+    [fx.Graph, Request, Callable[[Request], float]], tuple[Request, list[str]]
+]
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,9 @@ class Feature:
     rows: Mapping[str, Sequence[Pass]]
     # Modules that register the ops which compiled code of it calls.
     ops: Sequence[str] = ()
+    # When there is something for a search to choose, and the module whose ``choose``,
+    # a ``Choose``, does.
+    choices: tuple[When, str] | None = None
 
 
 def has(ops: str) -> When:
