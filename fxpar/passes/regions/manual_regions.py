@@ -91,9 +91,10 @@ def raise_refused(gm: fx.GraphModule) -> None:
                 raise RegionError(what, where=user_line(node), fix=fix)
 
 
-def on_one_rank(graph: fx.Graph) -> None:
-    """Take manual regions out of a Dynamo graph for one rank, in place: it has all
-    values, and sends nothing."""
+def on_one_rank(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take hints and manual regions out of a graph for one rank, in place: it has all
+    values, and sends nothing. Returns it."""
+    graph = gm.graph
     keep_bodies(graph)
     edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
     axes = {axis for node in edges for axis in node.args[3].split("+")}
@@ -103,10 +104,12 @@ def on_one_rank(graph: fx.Graph) -> None:
             for wait in [n for n in node.users if n.target is c10d.wait_tensor]:
                 wait.replace_all_uses_with(node.args[0])
                 graph.erase_node(wait)
-        elif target not in (*EDGES, ours.collective.default):
+        elif target not in (*EDGES, ours.collective.default, ours.constrain.default):
             continue
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 def _overload(target: Any) -> Any:

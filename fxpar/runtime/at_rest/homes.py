@@ -19,19 +19,18 @@ from torch import nn
 
 from fxpar import _torch
 from fxpar.errors import ShardError
+from fxpar.runtime.calls.outside_graphs import OnMesh
 
-HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
-class Home:
-    """Holds what all sharded parameters of one model share, read while it is traced."""
+class Home(OnMesh):
+    """Holds what all sharded parameters of one model share, read while it is traced.
+    ``HOME`` of adopted modules and their parameters."""
 
-    # As ``FXPAR_MESH`` takes it.
-    mesh: str
     # Axes that the batch is split over.
     batch: tuple[str, ...]
     # As the option of this name; None if it is not set.
@@ -44,8 +43,6 @@ class Home:
     unreduced: bool = False
     # Whether parameters have the hooks that reduce them.
     hooked: bool = False
-    # Whether each rank feeds its own part of the batch.
-    local: bool = False
     # The last read of each parameter by eager code, until the forward ends: by the id
     # of the parameter, or by the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)

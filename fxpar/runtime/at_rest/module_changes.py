@@ -17,7 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.homes import AT_REST, HOME, Home
+from fxpar.runtime.at_rest.homes import (
+    AT_REST,
+    Home,
+)
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.global_values import gathered
-from fxpar.runtime.at_rest.homes import AT_REST, HOME, Home, ParameterAtRest, live_homes
+from fxpar.runtime.at_rest.homes import (
+    AT_REST,
+    Home,
+    ParameterAtRest,
+    live_homes,
+)
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

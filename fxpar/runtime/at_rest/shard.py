@@ -24,11 +24,14 @@ from fxpar._torch.objects import live_optimizers, parameters_of
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.homes import HOME, Home
+from fxpar.runtime.at_rest.homes import (
+    Home,
+)
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
 from fxpar.runtime.at_rest.swap_parameters import swap_parameters
 from fxpar.runtime.at_rest.used_layouts import decided, uses_of
 from fxpar.runtime.calibrate.at_start import measure_first
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text

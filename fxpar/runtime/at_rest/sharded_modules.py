@@ -27,12 +27,12 @@ from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.at_rest import module_changes
 from fxpar.runtime.at_rest.homes import (
     AT_REST,
-    HOME,
     Home,
     ParameterAtRest,
     note_read,
     refuse_writes,
 )
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import mean_gradients as reduce
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.spec import Spec

@@ -26,9 +26,13 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     set_parts,
 )
 from fxpar.runtime.at_rest.global_values import write_to_parts
-from fxpar.runtime.at_rest.homes import HOME, Home, ParameterAtRest
+from fxpar.runtime.at_rest.homes import (
+    Home,
+    ParameterAtRest,
+)
 from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
 from fxpar.runtime.at_rest.sharded_modules import adopt
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.drift import note_steps
 from fxpar.runtime.ranks.groups import Ranks, device_mesh_of

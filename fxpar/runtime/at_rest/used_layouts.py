@@ -24,16 +24,19 @@ from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
 from fxpar.errors import RankMismatchError
 from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.homes import HOME, Home
+from fxpar.runtime.at_rest.dynamo_graphs import fake_of, globally
+from fxpar.runtime.at_rest.homes import (
+    Home,
+)
 from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
 from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks, coming_graph
 from fxpar.runtime.stage_times import LAYOUT, stage
 from fxpar.runtime.tracing import TracedCall
-from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh

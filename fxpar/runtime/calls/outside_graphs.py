@@ -38,7 +38,6 @@ from fxpar.errors import (
     RankMismatchError,
     warn,
 )
-from fxpar.runtime.at_rest.homes import HOME
 from fxpar.runtime.calls.call_variants import meet_first
 from fxpar.runtime.ranks import (
     check_inputs,
@@ -51,6 +50,19 @@ from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
+
+# On modules and parameters that a feature lays out over a mesh: the model's ``OnMesh``.
+HOME = "_fxpar_home"
+
+
+@dataclass(eq=False)
+class OnMesh:
+    """Holds what a call must know of a model that is laid out over a mesh."""
+
+    # As ``FXPAR_MESH`` takes it.
+    mesh: str
+    # Whether each rank feeds its own part of the batch.
+    local: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

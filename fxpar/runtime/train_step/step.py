@@ -25,24 +25,23 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar._torch.objects import parameters_of
+from fxpar.compilation import compile_graph, compile_plain, is_plain
 from fxpar.errors import (
     PlanError,
     warn,
 )
+from fxpar.passes.regions.manual_regions import on_one_rank
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
-    Forward,
-    fake_of,
-    globally,
     reached,
     refuse_hooks,
     refuse_shared_memory,
-    spec_of,
 )
 from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
 from fxpar.runtime.train_step.optimizer import (
@@ -59,8 +58,6 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
-# Compiles a traced step; given the specs that results must have, by position.
-Compile = Callable[[TracedStep, Mapping[int, Spec]], Callable[..., Any]]
 # The Dynamo backend that hands graphs to ``TrainStep.stage``.
 Backend = Callable[["TrainStep"], Callable[..., Any]]
 
@@ -125,22 +122,13 @@ class TrainStep:
         return results
 
     def stage(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        inputs: Sequence[NamedInput],
-        compile_step: Compile,
-        *,
-        averages: bool,
+        self, job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
     ) -> Callable[..., Any]:
         """Return what to run for a forward that Dynamo traced, on concrete shapes.
-
-        ``examples``: values of its inputs. ``averages``: whether updates take the means
-        of gradients over ranks.
-        """
-        forward = globally(gm, inputs, examples)
+        ``examples``: values of its inputs."""
+        forward = globally(gm, job.named_inputs, examples)
         forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
-        return _Stage(self, forward, examples, compile_step, averages)
+        return _Stage(self, forward, examples, job)
 
 
 @dataclass(frozen=True)
@@ -163,11 +151,9 @@ class _Stage:
         owner: TrainStep,
         forward: Forward,
         examples: Sequence[Any],
-        compile_step: Compile,
-        averages: bool,
+        job: CompileJob,
     ) -> None:
-        self.owner, self.forward, self.compile = owner, forward, compile_step
-        self.averages = averages
+        self.owner, self.forward, self.job = owner, forward, job
         mode = _torch.fake.new_fake_mode(symbols=True)
         self.examples = [fake_of(x, mode) for x in examples]
         with refusing_data(forward.module):
@@ -221,8 +207,9 @@ class _Stage:
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
         calls, scales = options.accumulate, options.has_scaler
+        averages = self.job.ranks.manual is not None
         return StepCall(
-            options.clip, calls, updates, tuple(accumulated), scales, self.averages
+            options.clip, calls, updates, tuple(accumulated), scales, averages
         )
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
@@ -299,11 +286,24 @@ class _Stage:
             spec = spec_of(self._holder(slot, shape))
             if spec is not None:
                 rest_specs[step.count + k] = spec
-        variant = _Variant(step, how, self.compile(step, rest_specs))
+        variant = _Variant(step, how, self._compiled(step, rest_specs))
         self.variants.setdefault(self._key(slot_values, places, how), []).append(
             variant
         )
         return variant
+
+    def _compiled(
+        self, step: TracedStep, rest_specs: Mapping[int, Spec]
+    ) -> Callable[..., Any]:
+        """Return the checked, compiled function of a traced step. ``rest_specs``: those
+        that results must have, by position."""
+        job = self.job
+        if is_plain(job.options, job.ranks):
+            plain = on_one_rank(step.module)
+            compiled: Callable[..., Any] = compile_plain(plain, step.fakes, job.options)
+            return compiled
+        job = replace(job, named_inputs=step.ends, rest_specs=rest_specs, writes=True)
+        return compile_graph(job, step.module, step.fakes)
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
         """Return the sharded parameter whose spec new state of a shape has, or None."""

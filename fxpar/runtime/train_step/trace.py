@@ -17,18 +17,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.errors import PlanError
+from fxpar.graph.builder import keep_meta
+from fxpar.runtime.at_rest.dynamo_graphs import Forward, fake_of, spec_of
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.tracing import raised_at
-from fxpar.runtime.train_step.forward import (
-    Forward,
-    StepInput,
-    fake_of,
-    loss_of,
-    spec_of,
-)
+from fxpar.runtime.train_step.forward import loss_of
 from fxpar.runtime.train_step.gradients import (
     StepCall,
     add_accumulated,
@@ -51,11 +47,7 @@ from fxpar.runtime.train_step.optimizer import (
     step_of,
 )
 from fxpar.runtime.train_step.unseen_values import attributes, is_flag
-from fxpar.sharding.program import PHASE, phase_of
-
-# Keys in ``meta["custom"]`` of a node: the number that autograd gave it, and whether it
-# is an op of the forward inside a checkpointed region.
-_NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"
+from fxpar.sharding.program import PHASE
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class TracedStep:
     # Slots of the optimizer that it reads.
     read: tuple[Slot, ...]
     # Name, kind and layout of each input.
-    ends: tuple[StepInput, ...]
+    ends: tuple[NamedInput, ...]
     # Fake values of its inputs.
     fakes: tuple[Any, ...]
     # Positions of inputs that it writes.
@@ -167,13 +159,13 @@ def trace(
 
     module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
-    _keep_meta(module)
+    keep_meta(module.graph)
     results = module.graph.output_node().args[0][findings.count :][
         : len(findings.result_slots)
     ]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
     ends += [_gradient_end(forward.ends[i]) for i in how.accumulated]
-    ends += [StepInput("scaler.scale", "input")] * how.scaled
+    ends += [NamedInput("scaler.scale", "input")] * how.scaled
     return TracedStep(
         module,
         tuple(read),
@@ -223,32 +215,6 @@ def _tidy(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
-
-
-def _keep_meta(module: fx.GraphModule) -> None:
-    """Keep what must not be overwritten when the graph is traced again, without
-    autograd: the numbers that autograd gives ops, and which ops of the forward are in
-    checkpointed regions. AOTAutograd (2.13) would compute these again itself, before
-    anything is planned, and refuses random ops."""
-    for node in module.graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if "seq_nr" in node.meta:
-            custom = custom | {_NUMBER: node.meta["seq_nr"]}
-        if node.meta.pop("recompute", None) and phase_of(node) == "forward":
-            custom = custom | {_CHECKPOINTED: True}
-        node.meta["custom"] = custom
-
-
-def restore_meta(graph: fx.Graph) -> None:
-    """Give nodes of a step the numbers that autograd gave them, by which a backward op
-    is known to differentiate a forward one, and the tags of checkpointed regions. In
-    place."""
-    for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if _NUMBER in custom:
-            node.meta["seq_nr"] = custom[_NUMBER]
-        if _CHECKPOINTED in custom:
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _stamp(phase: str) -> None:
@@ -392,19 +358,19 @@ def _end(
     forward: Forward,
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
-) -> StepInput:
+) -> NamedInput:
     """Return the input for a slot: state has its parameter's name, and its own spec."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
         name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
-        return StepInput(name, "buffer", spec_of(x))
+        return NamedInput(name, "buffer", spec_of(x))
     group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
-    return StepInput(f"optimizer{group}.{key}", "input")
+    return NamedInput(f"optimizer{group}.{key}", "input")
 
 
-def _gradient_end(parameter: StepInput) -> StepInput:
+def _gradient_end(parameter: NamedInput) -> NamedInput:
     """Return the input for a gradient of earlier calls, split like its parameter."""
-    return StepInput(f"gradient.{parameter.name}", "buffer", parameter.at_rest)
+    return NamedInput(f"gradient.{parameter.name}", "buffer", parameter.at_rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
