@@ -28,19 +28,19 @@ from fxpar.compilation import (
 )
 from fxpar.config import Options
 from fxpar.errors import FxparError, OptionError
-from fxpar.passes.regions.manual_regions import on_one_rank, raise_refused
+from fxpar.features.at_rest import dynamo_graphs, used_layouts
+from fxpar.features.regions.manual_regions import on_one_rank, raise_refused
+from fxpar.features.regions.shard_map import mesh_of
+from fxpar.features.train_step.gradients import GradientOptions
+from fxpar.features.train_step.step import TrainStep
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
-from fxpar.runtime.at_rest import dynamo_graphs, used_layouts
 from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
 from fxpar.runtime.calls.collectives_in_place import take_eager_gradients
 from fxpar.runtime.calls.compile_variants import CompileGraph, CompileJob
 from fxpar.runtime.ranks.groups import Ranks, join
-from fxpar.runtime.shard_map import mesh_of
-from fxpar.runtime.train_step.gradients import GradientOptions
-from fxpar.runtime.train_step.step import TrainStep
 
 
 def fxpar(

@@ -49,11 +49,12 @@ LEVELS = [
     {"features"},
     {"pipeline"},
     {"choose_plan"},
-    # Plans to find where parameters rest.
-    {"runtime/at_rest/used_layouts"},
+    # Plans a call, to lay out parameters as it uses them.
+    {"features/at_rest"},
     {"compilation"},
-    # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
-    {"backend", "planning", "runtime/at_rest/shard"},
+    # Compiles what it traced.
+    {"features/train_step"},
+    {"backend", "planning"},
     {"__init__"},
     {"__main__"},
 ]
@@ -75,7 +76,7 @@ LAZY = {
 ROOMS = {
     *("features/experts", "features/regions", "features/sequences", "features/stages"),
     *("features/uneven", "features/unlike_devices", "passes/attention"),
-    *("passes/regions", "passes/stages", "runtime/at_rest", "runtime/train_step"),
+    *("features/at_rest", "features/train_step", "passes/stages"),
 }
 # The list of features, which names them.
 FEATURES = "features/__init__.py"
@@ -89,7 +90,6 @@ TIES = {
     ("fusion/verbs/flex_ring.py", "passes/attention"),
     ("fusion/verbs/ring_attention.py", "passes/attention"),
     ("passes/local/local_ops.py", "passes/attention"),
-    ("runtime/shard_map.py", "passes/regions"),
     ("compilation.py", "passes/stages"),
     ("passes/simulate/lockstep.py", "passes/stages"),
     ("passes/simulate/simulate_pipeline.py", "passes/stages"),

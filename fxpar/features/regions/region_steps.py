@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.features.regions import manual_regions
 from fxpar.graph import graph_bodies
 from fxpar.graph.region_ops import EDGES
-from fxpar.passes.regions import manual_regions
 from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.runtime.steps.pipeline_state import JointState
 

@@ -26,10 +26,10 @@ from fxpar.errors import (
     OptionError,
     ShardError,
 )
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.homes import (
     Home,
 )
-from fxpar.runtime.at_rest.shard import is_sharded
+from fxpar.features.at_rest.shard import is_sharded
 from fxpar.runtime.calls.outside_graphs import HOME
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.global_values import gathered, part_held, summed
+from fxpar.features.at_rest.global_values import gathered, part_held, summed
 from fxpar.runtime.ranks.groups import has_device_mesh
 from fxpar.runtime.ranks.presence import user_line
 

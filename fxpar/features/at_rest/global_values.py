@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.crossings import part_of
+from fxpar.features.at_rest.crossings import part_of
 from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks.groups import has_device_mesh
 from fxpar.runtime.ranks.presence import is_alone, user_line

@@ -20,19 +20,16 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.graph.builder import keep_meta
-from fxpar.runtime.at_rest.dynamo_graphs import Forward, fake_of, spec_of
-from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.tracing import raised_at
-from fxpar.runtime.train_step.forward import loss_of
-from fxpar.runtime.train_step.gradients import (
+from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, spec_of
+from fxpar.features.train_step.forward import loss_of
+from fxpar.features.train_step.gradients import (
     StepCall,
     add_accumulated,
     average,
     unless,
     unscale,
 )
-from fxpar.runtime.train_step.optimizer import (
+from fxpar.features.train_step.optimizer import (
     NUMBER,
     Numbers,
     Slot,
@@ -46,7 +43,10 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
-from fxpar.runtime.train_step.unseen_values import attributes, is_flag
+from fxpar.features.train_step.unseen_values import attributes, is_flag
+from fxpar.graph.builder import keep_meta
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.tracing import raised_at
 from fxpar.sharding.program import PHASE
 
 

@@ -17,8 +17,8 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import OptionError
+from fxpar.features.train_step.optimizer import is_number
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
-from fxpar.runtime.train_step.optimizer import is_number
 from fxpar.sharding.spec import Spec
 
 

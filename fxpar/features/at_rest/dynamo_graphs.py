@@ -24,14 +24,14 @@ from fxpar import _torch
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar.config import Options
 from fxpar.errors import PlanError
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.homes import (
     Home,
     home_of,
     note_read,
     refuse_writes,
     written_parameter,
 )
-from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
+from fxpar.features.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.presence import user_line as running_line
 from fxpar.sharding.mesh import Mesh

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from fxpar import _torch
 from fxpar._torch.objects import parameters_of
 from fxpar.errors import PlanError
-from fxpar.runtime.train_step.unseen_values import (
+from fxpar.features.train_step.unseen_values import (
     copied_attributes,
     is_flag,
     refuse_inside,

@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.graph.custom_ops import unreduced
-from fxpar.runtime.at_rest import module_changes
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest import module_changes
+from fxpar.features.at_rest.homes import (
     AT_REST,
     Home,
     ParameterAtRest,
     note_read,
     refuse_writes,
 )
+from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import mean_gradients as reduce
 from fxpar.runtime.ranks.presence import is_alone, user_line

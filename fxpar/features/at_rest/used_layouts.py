@@ -23,13 +23,13 @@ from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
 from fxpar.errors import RankMismatchError
-from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.dynamo_graphs import fake_of, globally
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
+from fxpar.features.at_rest.homes import (
     Home,
 )
-from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
-from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
+from fxpar.features.at_rest.move_parameters import Movable, movables, move, twins_of
+from fxpar.features.at_rest.parameter_layouts import Uses, layouts_as_used
+from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.outside_graphs import HOME

@@ -23,13 +23,13 @@ from fxpar import _torch
 from fxpar._torch.objects import live_optimizers, parameters_of
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.homes import (
     Home,
 )
-from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
-from fxpar.runtime.at_rest.swap_parameters import swap_parameters
-from fxpar.runtime.at_rest.used_layouts import decided, uses_of
+from fxpar.features.at_rest.parameter_layouts import Uses, layouts_of, with_parts
+from fxpar.features.at_rest.swap_parameters import swap_parameters
+from fxpar.features.at_rest.used_layouts import decided, uses_of
+from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.calibrate.at_start import measure_first
 from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus

@@ -30,21 +30,17 @@ from fxpar.errors import (
     PlanError,
     warn,
 )
-from fxpar.passes.regions.manual_regions import on_one_rank
-from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
-from fxpar.runtime.calls.compile_variants import CompileJob
-from fxpar.runtime.calls.compiled_graph import refusing_data
-from fxpar.runtime.ranks.presence import is_alone
-from fxpar.runtime.shard_map import traced_for
-from fxpar.runtime.train_step.forward import (
+from fxpar.features.at_rest.dtensor_ops import orthogonalize_whole
+from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
+from fxpar.features.regions.manual_regions import on_one_rank
+from fxpar.features.regions.shard_map import traced_for
+from fxpar.features.train_step.forward import (
     reached,
     refuse_hooks,
     refuse_shared_memory,
 )
-from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
-from fxpar.runtime.train_step.optimizer import (
+from fxpar.features.train_step.gradients import GradientOptions, StepCall
+from fxpar.features.train_step.optimizer import (
     Slot,
     is_number,
     prepare,
@@ -52,8 +48,12 @@ from fxpar.runtime.train_step.optimizer import (
     slots,
     write,
 )
-from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
-from fxpar.runtime.train_step.unseen_values import attributes, refuse_unseen
+from fxpar.features.train_step.trace import TracedStep, as_tensor, trace
+from fxpar.features.train_step.unseen_values import attributes, refuse_unseen
+from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.compiled_graph import refusing_data
+from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

@@ -17,21 +17,21 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.dtensor_ops import (
+from fxpar.features.at_rest.crossings import part_of
+from fxpar.features.at_rest.dtensor_ops import (
     combine_with_losses,
     complete_partials,
     draw_as_one_device,
     orthogonalize_whole,
     set_parts,
 )
-from fxpar.runtime.at_rest.global_values import write_to_parts
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.global_values import write_to_parts
+from fxpar.features.at_rest.homes import (
     Home,
     ParameterAtRest,
 )
-from fxpar.runtime.at_rest.parameter_layouts import ParameterLayout
-from fxpar.runtime.at_rest.sharded_modules import adopt
+from fxpar.features.at_rest.parameter_layouts import ParameterLayout
+from fxpar.features.at_rest.sharded_modules import adopt
 from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.drift import note_steps

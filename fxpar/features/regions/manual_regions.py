@@ -17,12 +17,12 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
+from fxpar.features.regions.check_regions import check_regions, scale_equal
+from fxpar.features.regions.region_bodies import keep_bodies
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.region_ops import EDGES
-from fxpar.passes.regions.check_regions import check_regions, scale_equal
-from fxpar.passes.regions.region_bodies import keep_bodies
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line

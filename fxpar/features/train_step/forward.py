@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.runtime.at_rest.dynamo_graphs import Forward, fake_of
+from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.sharding.program import user_line
 

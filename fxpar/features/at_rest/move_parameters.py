@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.global_values import gathered
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.crossings import part_of
+from fxpar.features.at_rest.global_values import gathered
+from fxpar.features.at_rest.homes import (
     AT_REST,
     Home,
     ParameterAtRest,

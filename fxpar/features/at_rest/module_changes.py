@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.homes import (
     AT_REST,
     Home,
 )
