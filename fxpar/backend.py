@@ -31,8 +31,8 @@ from fxpar.errors import FxparError, OptionError
 from fxpar.features.at_rest import dynamo_graphs, used_layouts
 from fxpar.features.regions.manual_regions import on_one_rank, raise_refused
 from fxpar.features.regions.shard_map import mesh_of
-from fxpar.features.train_step.gradients import GradientOptions
 from fxpar.features.train_step.step import TrainStep
+from fxpar.features.train_step.trace import GradientOptions
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
 from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders

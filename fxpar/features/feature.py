@@ -32,8 +32,7 @@ Choose = Callable[
 class Feature:
     """Is what a feature adds to the list of steps."""
 
-    # Its folder here.
-    name: str
+    name: str  # its folder here
     # A step, or the stage that a list begins with -> the rows right after it.
     rows: Mapping[str, Sequence[Pass]]
     # Modules that register the ops which compiled code of it calls.

@@ -24,6 +24,7 @@ from fxpar import _torch
 from fxpar._torch.segment_kinds import SegmentKind
 from fxpar.config import Options
 from fxpar.errors import PlanError
+from fxpar.features.at_rest.crossings import layout_of
 from fxpar.features.at_rest.homes import (
     Home,
     home_of,
@@ -34,7 +35,6 @@ from fxpar.features.at_rest.homes import (
 from fxpar.features.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.presence import user_line as running_line
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
@@ -141,22 +141,16 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
 class Forward:
     """Is a forward that takes parameters by their global value."""
 
-    # The graph, without the crossings of parameters at rest.
-    module: fx.GraphModule
-    # One per input.
-    ends: tuple[NamedInput, ...]
-    # Positions of inputs that are parameters with a gradient.
-    trained: tuple[int, ...]
+    module: fx.GraphModule  # the graph, without the crossings of parameters at rest
+    ends: tuple[NamedInput, ...]  # one per input
+    trained: tuple[int, ...]  # positions of inputs that are parameters with a gradient
     # Layers that repeat; the ops of each kind are known once ``reached`` ran them.
     kinds: tuple[SegmentKind, ...] = ()
 
 
 def spec_of(x: Any) -> Spec | None:
     """Return the spec of a DTensor; None for a plain tensor."""
-    if not isinstance(x, DTensor):
-        return None
-    mesh = Mesh.from_device_mesh(x.device_mesh)
-    return Spec.from_placements(x.placements, mesh, x.dim())
+    return layout_of(x)[1] if isinstance(x, DTensor) else None
 
 
 def globally(

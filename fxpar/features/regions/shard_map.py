@@ -145,10 +145,8 @@ def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
 class _Open:
     """Is a region whose function is being traced, or is running on one rank."""
 
-    # None: every axis has one rank.
-    mesh: Mesh | None
-    # Axes of the mesh that the function runs over.
-    axes: tuple[str, ...]
+    mesh: Mesh | None  # None: every axis has one rank
+    axes: tuple[str, ...]  # axes of the mesh that the function runs over
 
 
 class _Regions:

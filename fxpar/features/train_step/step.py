@@ -1,12 +1,12 @@
 """Run a whole training step as one compiled program: ``fxpar.train_step``.
 
 In: a model, a loss function, an optimizer. Out: a callable that runs forward, backward
-and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
-forward, with its guards, so that what it read in Python is checked at every call; the
-graph it hands over is traced again with its backward and the optimizer's own ``step``
-(``trace``), and goes through the pipeline of any graph. Never: another optimizer object
-or class, so that ``state_dict``, schedulers and eager steps in between see the same
-objects.
+and update on the user's own parameters, buffers and optimizer state; an error for what
+one program would not do as separate calls do. Dynamo traces the forward, with its
+guards, so that what it read in Python is checked at every call; the graph it hands over
+is traced again with its backward and the optimizer's own ``step`` (``trace``), and goes
+through the pipeline of any graph. Never: another optimizer object or class, so that
+``state_dict``, schedulers and eager steps in between see the same objects.
 
 A graph is kept for what it was traced with: the shapes of the forward, which state
 there is, and the settings of the groups. The learning rate is an input from the start;
@@ -15,7 +15,7 @@ any other number becomes one when it is first seen to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,27 +30,31 @@ from fxpar.errors import (
     PlanError,
     warn,
 )
+from fxpar.features.at_rest.crossings import with_part
 from fxpar.features.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
 from fxpar.features.regions.manual_regions import on_one_rank
 from fxpar.features.regions.shard_map import traced_for
-from fxpar.features.train_step.forward import (
-    reached,
-    refuse_hooks,
-    refuse_shared_memory,
-)
-from fxpar.features.train_step.gradients import GradientOptions, StepCall
 from fxpar.features.train_step.optimizer import (
     Slot,
+    attributes,
     is_number,
     prepare,
     refuse,
+    refuse_unseen,
     slots,
     write,
 )
-from fxpar.features.train_step.trace import TracedStep, as_tensor, trace
-from fxpar.features.train_step.unseen_values import attributes, refuse_unseen
+from fxpar.features.train_step.trace import (
+    GradientOptions,
+    StepCall,
+    TracedStep,
+    as_tensor,
+    loss_of,
+    trace,
+)
 from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
@@ -135,10 +139,8 @@ class TrainStep:
 class _Variant:
     """Is a compiled step."""
 
-    # The traced step.
-    step: TracedStep
-    # The work of the step in addition to forward and backward.
-    how: StepCall
+    step: TracedStep  # the traced step
+    how: StepCall  # the work of the step in addition to forward and backward
     # The compiled step, called with this rank's parts of its inputs.
     run: Callable[..., Any]
 
@@ -427,16 +429,7 @@ class _Stage:
         if is_number(before):
             return type(before)(x.item())
         holder = self._holder(slot, shape)
-        if holder is None:
-            return x
-        return DTensor.from_local(
-            x,
-            holder.device_mesh,
-            holder.placements,
-            run_check=False,
-            shape=holder.shape,
-            stride=holder.stride(),
-        )
+        return x if holder is None else with_part(holder, x)
 
 
 def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
@@ -448,3 +441,83 @@ def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
 def _part(x: Any) -> Any:
     """Return this rank's part of a DTensor; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
+    """Return the positions of the trained parameters that the loss depends on, found
+    without computing.
+
+    Raises PlanError if the loss is no scalar, or depends on none.
+    """
+    mode = _torch.fake.new_fake_mode(symbols=True)
+    fakes = [fake_of(x, mode) for x in args]
+    with mode, torch.enable_grad():
+        for i in forward.trained:
+            fakes[i].requires_grad_()
+        results = _torch.traced_once.run_each(forward.module, forward.kinds, *fakes)
+        loss = loss_of(results, forward)
+    ids = {id(fakes[i]): i for i in forward.trained}
+    positions, seen, functions = set(), set(), [loss.grad_fn]
+    while functions:
+        function = functions.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        positions.add(ids.get(id(getattr(function, "variable", None)), -1))
+        functions += [before for before, _ in function.next_functions]
+    return positions - {-1}
+
+
+def refuse_shared_memory(
+    ends: Sequence[NamedInput], args: Sequence[Any], written: Collection[int]
+) -> None:
+    """Raise PlanError if an input that a step writes shares memory with another: a
+    graph takes each as a separate value, so the other would not change with it."""
+    extents = [_extent(x) for x in args]
+    for i in sorted(written):
+        for j, extent in enumerate(extents):
+            if i == j or not _has_overlap(extents[i], extent):
+                continue
+            raise PlanError(
+                f"{ends[i].name} and {ends[j].name} share memory, and the step writes "
+                f"to {ends[i].name}",
+                fix="keep one of them, and take the other from it in the forward, or "
+                "torch.compile the model and call optimizer.step()",
+            )
+
+
+def _extent(x: Any) -> tuple[int, int, int] | None:
+    """Return storage, first and last element's address in bytes; None if empty."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, torch.Tensor) or not x.numel():
+        return None
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return x.untyped_storage().data_ptr(), first, first + reach * x.element_size()
+
+
+def _has_overlap(
+    a: tuple[int, int, int] | None, b: tuple[int, int, int] | None
+) -> bool:
+    """Return whether two extents share memory."""
+    return (
+        a is not None
+        and b is not None
+        and a[0] == b[0]
+        and a[1] <= b[2]
+        and b[1] <= a[2]
+    )
+
+
+def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
+    """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
+    graph. Hooks of ``fxpar.no_sync`` are allowed, as they have nothing to do here."""
+    for i in forward.trained:
+        hooks = _torch.objects.gradient_hooks(args[i])
+        if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
+            raise PlanError(
+                f"parameter {forward.ends[i].name} has a hook on its gradient, which "
+                "fxpar.train_step does not show",
+                fix="remove the hook, or torch.compile the model and call "
+                "optimizer.step()",
+            )

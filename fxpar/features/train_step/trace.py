@@ -1,9 +1,12 @@
 """Trace forward, backward and the optimizer's own ``step`` as one graph.
 
-In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an ATen
-graph in global shapes that gives the results and writes new parameters, buffers and
-optimizer state in place. Never: planning, compiling, a read of or change to a value of
-the user's.
+In: a forward on global parameters (``dynamo_graphs``), fakes of what it is called with,
+an optimizer, and what is done to gradients in between: those of earlier calls added,
+the scale of the loss taken out, the update left out where one is not finite, as
+``backward()`` called several times and ``torch.amp.GradScaler`` do. Out: an ATen graph
+in global shapes that gives the results and writes new parameters, buffers and optimizer
+state in place. Never: planning, compiling, a read of or change to a value of the
+user's.
 
 Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forward", the
 "backward" or the "update"; passes and code generation keep that.
@@ -11,7 +14,8 @@ Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,23 +23,17 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import PlanError
+from fxpar.errors import OptionError, PlanError
 from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, spec_of
-from fxpar.features.train_step.forward import loss_of
-from fxpar.features.train_step.gradients import (
-    StepCall,
-    add_accumulated,
-    average,
-    unless,
-    unscale,
-)
 from fxpar.features.train_step.optimizer import (
     NUMBER,
     Numbers,
     Slot,
     TracedComparison,
     TracedState,
+    attributes,
     choosing,
+    is_flag,
     is_number,
     refuse_changes,
     slots,
@@ -43,11 +41,132 @@ from fxpar.features.train_step.optimizer import (
     stand_in,
     step_of,
 )
-from fxpar.features.train_step.unseen_values import attributes, is_flag
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.graph.builder import keep_meta
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.tracing import raised_at
-from fxpar.sharding.program import PHASE
+from fxpar.sharding.program import PHASE, user_line
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """Holds what the user asks of a step."""
+
+    clip: float | None = None  # the largest global norm of the gradients
+    accumulate: int = 1  # how many calls an update takes the mean gradient of
+    # Scales the loss, where gradients may overflow.
+    scaler: torch.amp.GradScaler | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for values that are out of range or of a wrong type."""
+        clip, calls = self.clip, self.accumulate
+        if clip is not None and not (is_number(clip) and clip > 0):
+            raise OptionError(
+                f"clip cannot be {clip!r}", fix="give the largest norm, as clip=1.0"
+            )
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+            raise OptionError(
+                f"accumulate cannot be {calls!r}",
+                fix="give the number of calls per update, as accumulate=4",
+            )
+        if self.scaler is not None and not isinstance(
+            self.scaler, torch.amp.GradScaler
+        ):
+            raise OptionError(
+                f"scaler cannot be {self.scaler!r}",
+                fix="give a torch.amp.GradScaler",
+            )
+
+    @property
+    def has_scaler(self) -> bool:
+        """Return whether the loss is scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """Holds what a step does in addition to forward and backward."""
+
+    clip: float | None = None  # the largest global norm of the gradients
+    calls: int = 1  # how many calls an update takes the mean gradient of
+    updates: bool = True  # whether this is the last of those calls
+    # Positions of parameters whose gradients of earlier calls are inputs, and are
+    # written unless this is the last call.
+    accumulated: tuple[int, ...] = ()
+    # Whether the loss is scaled, and an update left out if a gradient is not finite.
+    scaled: bool = False
+    averages: bool = False  # whether gradients become means over ranks
+
+
+def add_accumulated(
+    forward_args: Sequence[Any], accumulated: Mapping[int, torch.Tensor], write: bool
+) -> None:
+    """Add gradients of earlier calls, ``accumulated`` by position of the parameter;
+    ``write``: hold the sums for the next call."""
+    with torch.no_grad():
+        for i, before in accumulated.items():
+            gradient = forward_args[i].grad
+            total = before if gradient is None else before + gradient
+            forward_args[i].grad = total
+            if write and gradient is not None:
+                before.copy_(total)
+
+
+def average(
+    forward_args: Sequence[Any],
+    rest_specs: Mapping[int, Spec | None],
+    *,
+    in_parts: bool,
+) -> None:
+    """Make gradients means over the ranks of manual axes.
+
+    rests: by position of a trained parameter, its spec at rest, None for a plain
+    tensor. in_parts: average the gradients of sharded parameters, which stay sharded;
+    else those of the others.
+    """
+    with torch.no_grad():
+        for i, at_rest in rest_specs.items():
+            x = forward_args[i]
+            if x.grad is not None and in_parts == (at_rest is not None):
+                spec = str(at_rest or Spec.whole(x.dim()))
+                x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
+
+
+def unscale(
+    forward_args: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
+) -> torch.Tensor:
+    """Divide all gradients by the scale, and return how many numbers in those of the
+    parameters at ``updated`` are not finite: a sum, which ranks add once for all of
+    them."""
+    with torch.no_grad():
+        inverse = scale.double().reciprocal().float()
+        bad = torch.zeros((), device=scale.device)
+        for i in updated:
+            gradient = forward_args[i].grad
+            if gradient is not None:
+                bad = bad + (~torch.isfinite(gradient)).float().sum()
+        for x in forward_args:
+            if isinstance(x, torch.Tensor) and x.is_leaf and x.grad is not None:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x.grad = (x.grad.to(wide) * inverse.to(wide)).to(x.dtype)
+        return bad
+
+
+@contextlib.contextmanager
+def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore tensors written inside to their old values if ``bad`` is positive."""
+    if bad is None:
+        yield
+        return
+    with torch.no_grad():
+        before = [
+            (x, x.detach().clone(), _torch.objects.version_of(x)) for x in written
+        ]
+        yield
+        for x, old, version in before:
+            if _torch.objects.version_of(x) != version:
+                x.copy_(torch.where(bad > 0, old, x))
 
 
 @dataclass(frozen=True)
@@ -59,24 +178,16 @@ class TracedStep:
     # ``result_slots``, and, where the loss is scaled, a number that is positive if a
     # gradient is not finite.
     module: fx.GraphModule
-    # Slots of the optimizer that it reads.
-    read: tuple[Slot, ...]
-    # Name, kind and layout of each input.
-    ends: tuple[NamedInput, ...]
-    # Fake values of its inputs.
-    fakes: tuple[Any, ...]
-    # Positions of inputs that it writes.
-    written: frozenset[int]
-    # Number of results of the forward; the first is the loss.
-    count: int
-    # Slots that it gives new values.
-    result_slots: tuple[Slot, ...]
-    # Global shapes of those values.
-    shapes: tuple[tuple[int, ...], ...]
+    read: tuple[Slot, ...]  # slots of the optimizer that it reads
+    ends: tuple[NamedInput, ...]  # name, kind and layout of each input
+    fakes: tuple[Any, ...]  # fake values of its inputs
+    written: frozenset[int]  # positions of inputs that it writes
+    count: int  # number of results of the forward; the first is the loss
+    result_slots: tuple[Slot, ...]  # slots that it gives new values
+    shapes: tuple[tuple[int, ...], ...]  # global shapes of those values
     # Comparisons that the optimizer made of numbers.
     answers: tuple[TracedComparison, ...]
-    # Values that a step gives whatever its inputs are.
-    fixed: Mapping[Slot, Any]
+    fixed: Mapping[Slot, Any]  # values that a step gives whatever its inputs are
     # Numbers that a step changes though they are no inputs, so that it holds for one
     # step only.
     counted: frozenset[Slot]
@@ -86,8 +197,7 @@ class TracedStep:
 class _Findings:
     """Collects results of the trace of a step, as ``TracedStep`` holds them."""
 
-    # Results of the forward.
-    count: int = 0
+    count: int = 0  # results of the forward
     # Slots that the step gives new values.
     result_slots: list[Slot] = field(default_factory=list)
     # Values that the step gives whatever its inputs are.
@@ -252,6 +362,27 @@ def _differentiate(
         leaf.grad = gradient
     _stamp("backward")
     return [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
+
+
+def loss_of(results: Any, forward: Forward) -> torch.Tensor:
+    """Return the first result. Raises PlanError if it is no scalar with a gradient."""
+    loss = results[0] if results else None
+    what = "what loss_fn gives first is the loss: "
+    where = user_line(forward.module.graph.output_node().all_input_nodes[0])
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)
+        raise PlanError(
+            f"{what}it should be a scalar, and is {shape}",
+            where=where,
+            fix="reduce it: loss.mean()",
+        )
+    if not loss.requires_grad:
+        raise PlanError(
+            f"{what}it depends on no parameter that requires a gradient",
+            where=where,
+            fix="compute it from the model's outputs, without detach or no_grad",
+        )
+    return loss
 
 
 def _update(

@@ -34,10 +34,8 @@ _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
 class NamedInput:
     """Is an input of a graph, as the user knows it."""
 
-    # As in the user's code.
-    name: str
-    # "parameter", "buffer" or "input".
-    kind: str
+    name: str  # as in the user's code
+    kind: str  # "parameter", "buffer" or "input"
     # The spec in which it is sharded; None if each rank holds the whole.
     at_rest: Spec | None = None
     # The hint on its use in the program, an entry per dim; None without one.

@@ -59,8 +59,7 @@ HOME = "_fxpar_home"
 class OnMesh:
     """Holds what a call must know of a model that is laid out over a mesh."""
 
-    # As ``FXPAR_MESH`` takes it.
-    mesh: str
+    mesh: str  # as ``FXPAR_MESH`` takes it
     # Whether each rank feeds its own part of the batch.
     local: bool = field(default=False, kw_only=True)
 
@@ -69,12 +68,9 @@ class OnMesh:
 class _Outside:
     """Describes code outside of the graphs, as text."""
 
-    # Its name in messages: mostly a qualified name.
-    code: str
-    # The reason that Dynamo gives; "" if none.
-    why: str
-    # The user's line; None if not known.
-    where: str | None = None
+    code: str  # its name in messages: mostly a qualified name
+    why: str  # the reason that Dynamo gives; "" if none
+    where: str | None = None  # the user's line; None if not known
 
 
 @dataclass(eq=False)
@@ -82,10 +78,8 @@ class _CompiledCallable:
     """Holds what is known of a compiled module or function."""
 
     fn: Any  # a weak reference
-    # Its name in messages: the class of a module, or the function.
-    name: str
-    # The options given to ``torch.compile``.
-    options: dict[str, Any] | None
+    name: str  # its name in messages: the class of a module, or the function
+    options: dict[str, Any] | None  # the options given to ``torch.compile``
     # The options as read at the first call; None before, or if they are wrong.
     settings: Options | None = None
     # Modules in the frames that Dynamo met, by their ids.
@@ -130,8 +124,7 @@ class _CompiledCallable:
 
 @dataclass(eq=False)
 class _Call:
-    # The callable of this call.
-    watched: _CompiledCallable
+    watched: _CompiledCallable  # the callable of this call
     handled: BaseException | None  # by code around the call
     breaks_before: int  # graph breaks that Dynamo had met
     # For each graph that ran in it, whether it contains the whole call.

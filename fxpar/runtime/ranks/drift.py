@@ -478,6 +478,7 @@ _OWNERS: list[_OwnerOf] = []
 
 
 @functools.cache
+@functools.cache
 def note_steps(owner_of: _OwnerOf) -> None:
     """Let each call compare the steps since the last call of the optimizers of its
     sharded tensors. ``owner_of``: gives the model of a tensor, None if there is
