@@ -181,9 +181,9 @@ def _called(
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
-    used_layouts.settle(lean, named_inputs, examples, options, ranks)
-
     job = CompileJob(options, ranks, named_inputs)
+    used_layouts.settle(lean, examples, job)
+
     call: Callable[..., Any] = Calls(lean, examples, job, compile_as, owner)
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))

@@ -232,12 +232,14 @@ def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
 
 
 def fake_of(x: Any, mode: Any) -> Any:
-    """Return a fake of the global value of ``x``, in memory of its own; else ``x``."""
+    """Return a fake of the global value of ``x``, in memory of its own, open sizes at
+    their current values; ``x`` if it is no tensor and no open size."""
     if not isinstance(x, torch.Tensor):
-        return x
+        return _torch.symbols.hint_of(x)
     if isinstance(x, DTensor):
         strides = torch.empty(x.shape, device="meta").stride()
     else:
         strides = x.stride()
+    shape, strides = map(_torch.symbols.hint_shape, (x.shape, strides))
     with mode:
-        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)

@@ -41,6 +41,7 @@ from fxpar.features.at_rest.parameter_layouts import Uses, layouts_as_used
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks, coming_graph
@@ -286,13 +287,7 @@ def uses_of(decision: Decision) -> Uses:
     }
 
 
-def settle(
-    gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
-    examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
-) -> None:
+def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None:
     """Reshard parameters that no program has read yet as this Dynamo graph uses them,
     and make Dynamo trace again; return if none changes.
 
@@ -301,9 +296,9 @@ def settle(
     read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
     homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
     homes = [home for home in homes if home.movable]
-    if not homes or ranks.open:
+    if not homes or job.ranks.open:
         return
-    if not _can_move(homes[0], options):
+    if not _can_move(homes[0], job.options):
         for home in homes:
             home.movable.clear()
         return
@@ -312,7 +307,7 @@ def settle(
         return
     try:
         with stage(LAYOUT):
-            moves = _moved(gm, inputs, examples, options, ranks, homes, ours)
+            moves = _moved(gm, examples, job, homes, ours)
     except Exception as error:
         consensus.abort(error)
         raise
@@ -322,10 +317,8 @@ def settle(
 
 def _moved(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     homes: Sequence[Home],
     ours: dict[str, Movable],
 ) -> dict[str, Spec] | None:
@@ -334,7 +327,7 @@ def _moved(
     twins, texts = twins_of(ours.values()), {}
     if consensus.is_leader():
         with presence.works("plans how to shard parameters"):
-            texts = _planned(gm, inputs, examples, options, ranks, ours)
+            texts = _planned(gm, examples, job, ours)
     moves = _agreed(ours, texts)
     for home in homes:
         own_names = {x.name for x in ours.values() if x.home is home}
@@ -413,16 +406,16 @@ def _agreed(
 
 def _planned(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     ours: Mapping[str, Movable],
 ) -> dict[str, str]:
     """Return the planned spec of each parameter as text, from the record of an earlier
     start or from a plan made here; none if planning fails, since compiling the graph
     then says why."""
-    text = known_programs.text_of(gm, inputs, examples, options, ranks, [*ours])
+    text = known_programs.text_of(
+        gm, job.named_inputs, examples, job.options, job.ranks, [*ours]
+    )
     key = consensus.digest_of(text or "")
     path = cache_files.folder() / f"{key}.rests.json"
     record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
@@ -430,11 +423,11 @@ def _planned(
         return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
     try:
         with _torch.dynamo.outside_of_trace():
-            uses = _uses(gm, inputs, examples, options, ranks, ours)
+            uses = _uses(gm, examples, job, ours)
     except Exception:
         log.info("parameters stay sharded as they are", exc_info=True)
         return {}
-    specs = _as_used(uses, inputs, examples, ours)
+    specs = _as_used(uses, job.named_inputs, examples, ours)
     texts = {key: str(spec) for key, spec in specs.items()}
     if text:
         cache_files.write_record(path, FORMAT, key, {"rests": texts})
@@ -467,14 +460,13 @@ def _as_used(
 
 def _uses(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     ours: Mapping[str, Movable],
 ) -> Uses:
     """Return the spec in which a program uses each parameter, by name: from the plan
     file that it follows, else from a plan made here."""
+    options, ranks, inputs = job.options, job.ranks, job.named_inputs
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
             size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
@@ -484,7 +476,10 @@ def _uses(
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
     mode_ = _torch.fake.new_fake_mode(symbols=True)
     free = {id(x.parameter) for x in ours.values()}
-    fakes = [_fake(x, mode_) for x in examples]
+    fakes = [fake_of(x, mode_) for x in examples]
+    for fake, x in zip(fakes, examples, strict=True):
+        if isinstance(x, torch.Tensor):
+            fake.requires_grad_(x.requires_grad)
     grad = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
     )
@@ -520,16 +515,3 @@ def _uses(
     )
     mesh = decision.mesh
     return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
-
-
-def _fake(x: Any, mode: Any) -> Any:
-    """Return a fake tensor of the global value, open sizes at their current values."""
-    if not isinstance(x, torch.Tensor):
-        return _torch.symbols.hint_of(x)
-    shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))
-    if not isinstance(x, DTensor):
-        with mode:
-            fake = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    else:
-        fake = fake_of(x, mode)
-    return fake.requires_grad_(x.requires_grad)

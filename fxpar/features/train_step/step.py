@@ -76,8 +76,8 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         options: GradientOptions,
         backend: Backend,
-        mesh: Callable[[], Mesh | None] = lambda: None,
-        begin: Callable[[], None] = lambda: None,
+        mesh: Callable[[], Mesh | None],
+        begin: Callable[[], None],
     ) -> None:
         """Prepare the step. ``begin`` is called before each step."""
         refuse(optimizer)
@@ -208,11 +208,8 @@ class _Stage:
                 "torch.compile the model and call optimizer.step()",
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
-        calls, scales = options.accumulate, options.has_scaler
         averages = self.job.ranks.manual is not None
-        return StepCall(
-            options.clip, calls, updates, tuple(accumulated), scales, averages
-        )
+        return StepCall(options, updates, tuple(accumulated), averages)
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Map a parameter's position in the optimizer to that among the inputs."""
@@ -377,10 +374,15 @@ class _Stage:
         """Run a variant on this rank's parts, update the optimizer, and return the
         results of the forward."""
         step, how, owner = variant.step, variant.how, self.owner
+        scales = owner.options.has_scaler
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
             state = [as_tensor(slot_values[slot]) for slot in step.read]
-            scale = [_scale_of(owner.options.scaler, args)] if how.scaled else []
+            scale = (
+                [_scale_of(owner.options.scaler, args)]
+                if how.options.has_scaler
+                else []
+            )
             results = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
         if how.updates:
             owner.gradients = {}
@@ -391,7 +393,7 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if not (how.scaled and self._has_overflowed(results[-1])):
+            if not (scales and self._has_overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])
 

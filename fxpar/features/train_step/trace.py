@@ -80,7 +80,8 @@ class GradientOptions:
 
     @property
     def has_scaler(self) -> bool:
-        """Return whether the loss is scaled."""
+        """Return whether the loss is scaled, and an update left out if a gradient is
+        not finite."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 
@@ -88,14 +89,11 @@ class GradientOptions:
 class StepCall:
     """Holds what a step does in addition to forward and backward."""
 
-    clip: float | None = None  # the largest global norm of the gradients
-    calls: int = 1  # how many calls an update takes the mean gradient of
-    updates: bool = True  # whether this is the last of those calls
+    options: GradientOptions
+    updates: bool = True  # whether this is the last call before an update
     # Positions of parameters whose gradients of earlier calls are inputs, and are
     # written unless this is the last call.
     accumulated: tuple[int, ...] = ()
-    # Whether the loss is scaled, and an update left out if a gradient is not finite.
-    scaled: bool = False
     averages: bool = False  # whether gradients become means over ranks
 
 
@@ -169,8 +167,24 @@ def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterato
                 x.copy_(torch.where(bad > 0, old, x))
 
 
-@dataclass(frozen=True)
-class TracedStep:
+@dataclass
+class Findings:
+    """Collects what the trace of a step learns of it."""
+
+    count: int = 0  # results of the forward; the first is the loss
+    # Slots that the step gives new values.
+    result_slots: list[Slot] = field(default_factory=list)
+    # Values that the step gives whatever its inputs are.
+    fixed: dict[Slot, Any] = field(default_factory=dict)
+    # Comparisons that the optimizer made of numbers.
+    answers: list[TracedComparison] = field(default_factory=list)
+    # Numbers that the step changes though they are no inputs, so that it holds for one
+    # step only.
+    counted: set[Slot] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class TracedStep(Findings):
     """Is a traced step."""
 
     # Its inputs: those of the forward, ``read``, gradients of earlier calls and the
@@ -182,30 +196,7 @@ class TracedStep:
     ends: tuple[NamedInput, ...]  # name, kind and layout of each input
     fakes: tuple[Any, ...]  # fake values of its inputs
     written: frozenset[int]  # positions of inputs that it writes
-    count: int  # number of results of the forward; the first is the loss
-    result_slots: tuple[Slot, ...]  # slots that it gives new values
-    shapes: tuple[tuple[int, ...], ...]  # global shapes of those values
-    # Comparisons that the optimizer made of numbers.
-    answers: tuple[TracedComparison, ...]
-    fixed: Mapping[Slot, Any]  # values that a step gives whatever its inputs are
-    # Numbers that a step changes though they are no inputs, so that it holds for one
-    # step only.
-    counted: frozenset[Slot]
-
-
-@dataclass
-class _Findings:
-    """Collects results of the trace of a step, as ``TracedStep`` holds them."""
-
-    count: int = 0  # results of the forward
-    # Slots that the step gives new values.
-    result_slots: list[Slot] = field(default_factory=list)
-    # Values that the step gives whatever its inputs are.
-    fixed: dict[Slot, Any] = field(default_factory=dict)
-    # Comparisons that the optimizer made of numbers.
-    answers: list[TracedComparison] = field(default_factory=list)
-    # Numbers that the step changes though they are no inputs.
-    counted: set[Slot] = field(default_factory=set)
+    shapes: tuple[tuple[int, ...], ...]  # global shapes of the new values
 
 
 def trace(
@@ -224,9 +215,9 @@ def trace(
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
-    mode, findings = _torch.fake.new_fake_mode(symbols=True), _Findings()
+    mode, findings = _torch.fake.new_fake_mode(symbols=True), Findings()
     read = _read(optimizer, places, numbers) if how.updates else {}
-    scales = [torch.ones((), device="cpu")] * how.scaled
+    scales = [torch.ones((), device="cpu")] * how.options.has_scaler
     extra_inputs = [*(args[i] for i in how.accumulated), *scales]
     fakes = [
         fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *extra_inputs)
@@ -239,7 +230,7 @@ def trace(
         scale = next(trailing, None)
         for i in forward.trained:
             forward_args[i] = forward_args[i].detach().requires_grad_()
-        results = _differentiate(forward, forward_args, how.calls, scale)
+        results = _differentiate(forward, forward_args, how.options.accumulate, scale)
         findings.count = len(results)
         rest_specs = {
             i: forward.ends[i].at_rest for i in forward.trained if how.averages
@@ -261,7 +252,7 @@ def trace(
                 places,
                 values,
                 numbers,
-                how.clip,
+                how.options.clip,
                 findings,
             )
         _stamp("update")
@@ -275,23 +266,19 @@ def trace(
     ]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
     ends += [_gradient_end(forward.ends[i]) for i in how.accumulated]
-    ends += [NamedInput("scaler.scale", "input")] * how.scaled
+    ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
     return TracedStep(
-        module,
-        tuple(read),
-        (*forward.ends, *ends),
-        tuple(fakes),
-        frozenset(
+        **vars(findings),
+        module=module,
+        read=tuple(read),
+        ends=(*forward.ends, *ends),
+        fakes=tuple(fakes),
+        written=frozenset(
             i
             for i, x in enumerate(fakes[: len(args) + len(read)])
             if isinstance(x, torch.Tensor) and _torch.objects.version_of(x)
         ),
-        findings.count,
-        tuple(findings.result_slots),
-        tuple(tuple(node.meta["val"].shape) for node in results),
-        tuple(findings.answers),
-        findings.fixed,
-        frozenset(findings.counted),
+        shapes=tuple(tuple(node.meta["val"].shape) for node in results),
     )
 
 
@@ -393,7 +380,7 @@ def _update(
     inputs: Mapping[Slot, torch.Tensor],
     numbers: Mapping[Slot, Any],
     clip: float | None,
-    findings: _Findings,
+    findings: Findings,
 ) -> list[torch.Tensor]:
     """Clip and let the optimizer step; return new values it does not write in place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -455,7 +442,7 @@ def _results(
     inputs: Mapping[Slot, torch.Tensor],
     values: Mapping[Slot, Any],
     numbers: Mapping[Slot, Any],
-    findings: _Findings,
+    findings: Findings,
 ) -> list[torch.Tensor]:
     """Write state that is an input, and return the other values of the stand-in that
     differ from those it was given (``values``)."""

@@ -162,10 +162,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     watched = _CompiledCallable(reference, name, options)
 
     def enter() -> Callable[[], None]:
-        if watched.settings is None:
-            _read(watched)
-        if watched.local and not is_alone():
-            _begin_local(watched)
+        _begin(watched)
         breaks = _torch.dynamo.graph_breaks_so_far()
         _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks))
         return _leave
@@ -178,15 +175,16 @@ def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Non
     but was not made by ``torch.compile``: in local mode ranks begin with equal
     parameters and buffers."""
     name = type(model).__name__
-    watched = _CompiledCallable(weakref.ref(model), name, options)
+    return functools.partial(
+        _begin, _CompiledCallable(weakref.ref(model), name, options)
+    )
 
-    def begin() -> None:
-        if watched.settings is None:
-            _read(watched)
-        if watched.local and not is_alone():
-            _begin_local(watched)
 
-    return begin
+def _begin(watched: _CompiledCallable) -> None:
+    if watched.settings is None:
+        _read(watched)
+    if watched.local and not is_alone():
+        _begin_local(watched)
 
 
 def options_of_call() -> Options | None:
