@@ -378,11 +378,7 @@ class _Stage:
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
             state = [as_tensor(slot_values[slot]) for slot in step.read]
-            scale = (
-                [_scale_of(owner.options.scaler, args)]
-                if how.options.has_scaler
-                else []
-            )
+            scale = [_scale_of(owner.options.scaler, args)] if scales else []
             results = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
         if how.updates:
             owner.gradients = {}
