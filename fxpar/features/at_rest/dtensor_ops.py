@@ -53,6 +53,18 @@ from fxpar.runtime.ranks.groups import has_device_mesh
 from fxpar.runtime.ranks.presence import is_alone, user_line
 
 
+@functools.cache
+def serve_parts() -> None:
+    """Make ops on DTensors see whole values, and writes to them reach all parts."""
+    _torch.dtensor.reduce_before_item()
+    _torch.dtensor.keep_nan_in_extremes()
+    _torch.dtensor.reduce_norms(norm)
+    _torch.dtensor.combine_with_plain_numbers()
+    _torch.dtensor.serve_aliases(_on_global_values, has_device_mesh)
+    _torch.dtensor.on_set_data(_part_to_hold, has_device_mesh)
+    orthogonalize_whole()
+
+
 def summed(x: Any) -> Any:
     """Return the DTensor, reduced so that it is partial over no axis."""
     if not any(p.is_partial() for p in x.placements):
@@ -230,18 +242,6 @@ LANES = 16  # normal_ makes its numbers in groups of so many, the last one overl
 
 # These draw a seed at each call and not a number for each element: one chunk.
 UNDIVIDED = frozenset({torch.ops.aten.bernoulli_.float})
-
-
-@functools.cache
-def serve_parts() -> None:
-    """Make ops on DTensors see whole values, and writes to them reach all parts."""
-    _torch.dtensor.reduce_before_item()
-    _torch.dtensor.keep_nan_in_extremes()
-    _torch.dtensor.reduce_norms(norm)
-    _torch.dtensor.combine_with_plain_numbers()
-    _torch.dtensor.serve_aliases(_on_global_values, has_device_mesh)
-    _torch.dtensor.on_set_data(_part_to_hold, has_device_mesh)
-    orthogonalize_whole()
 
 
 @functools.cache
