@@ -89,7 +89,7 @@ class GradientOptions:
 class StepCall:
     """Holds what a step does in addition to forward and backward."""
 
-    options: GradientOptions
+    options: GradientOptions  # what the user asks
     updates: bool = True  # whether this is the last call before an update
     # Positions of parameters whose gradients of earlier calls are inputs, and are
     # written unless this is the last call.
