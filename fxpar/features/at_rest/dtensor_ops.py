@@ -48,8 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.features.at_rest.crossings import layout_of, part_of, with_part
-from fxpar.runtime.calls.outside_graphs import HOME
-from fxpar.runtime.ranks.groups import has_device_mesh
+from fxpar.runtime.ranks.groups import HOME, has_device_mesh
 from fxpar.runtime.ranks.presence import is_alone, user_line
 
 

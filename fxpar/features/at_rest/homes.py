@@ -19,7 +19,7 @@ from torch import nn
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.runtime.calls.outside_graphs import OnMesh
+from fxpar.runtime.ranks.groups import OnMesh
 
 AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
@@ -53,8 +53,6 @@ class Home(OnMesh):
     )
     # The Homes of the model and of its copies, in order of creation.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
-    # The round of ranks in which its model was sharded, the same on all of them.
-    round: int = 0
     # The number by which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 

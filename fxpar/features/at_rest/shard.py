@@ -40,12 +40,11 @@ from fxpar.features.at_rest.parameter_layouts import (
 from fxpar.features.at_rest.sharded_modules import adopt
 from fxpar.features.at_rest.used_layouts import decided, uses_of
 from fxpar.runtime.calibrate.at_start import measure_first
-from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text
 from fxpar.runtime.ranks.drift import note_steps
-from fxpar.runtime.ranks.groups import Ranks, device_mesh_of, join, settle
+from fxpar.runtime.ranks.groups import HOME, Ranks, device_mesh_of, join, settle
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.hints import (
@@ -293,7 +292,7 @@ def swap_parameters(
     """Replace parameters by their shards, and classes by those that gather them.
     ``movable``: whether the first graph to read a parameter lays it out as it uses it.
     """
-    note_steps(_home)
+    note_steps()
     names = {id(p): name for name, p in model.named_parameters()}
     sizes = ranks.mesh.sizes
     batch = tuple(axis for axis in batch_axes(ranks.mesh) if sizes[axis] > 1)
@@ -328,10 +327,6 @@ def swap_parameters(
         if isinstance(module, nn.RNNBase):
             _torch.dynamo.list_recurrent_weights(module)
     del originals
-
-
-def _home(p: torch.Tensor) -> Home | None:
-    return getattr(p, HOME, None)
 
 
 def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:

@@ -35,8 +35,8 @@ from fxpar.features.at_rest.homes import (
     refuse_writes,
 )
 from fxpar.graph.custom_ops import unreduced
-from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import mean_gradients as reduce
+from fxpar.runtime.ranks.groups import HOME
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

@@ -42,9 +42,8 @@ from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.compile_variants import CompileJob
-from fxpar.runtime.calls.outside_graphs import HOME
 from fxpar.runtime.ranks import consensus, presence
-from fxpar.runtime.ranks.groups import Ranks, coming_graph
+from fxpar.runtime.ranks.groups import HOME, Ranks, coming_graph
 from fxpar.runtime.stage_times import LAYOUT, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall

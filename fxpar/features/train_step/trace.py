@@ -265,7 +265,9 @@ def trace(
         : len(findings.result_slots)
     ]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
-    ends += [_gradient_end(forward.ends[i]) for i in how.accumulated]
+    for parameter in (forward.ends[i] for i in how.accumulated):
+        name = f"gradient.{parameter.name}"
+        ends.append(NamedInput(name, "buffer", parameter.at_rest))
     ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
     return TracedStep(
         **vars(findings),
@@ -450,7 +452,7 @@ def _results(
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
         if slot in numbers:
-            if _is_changed(x, before):
+            if x is not before or _torch.objects.version_of(x) > 0:
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
@@ -463,11 +465,6 @@ def _results(
         elif x is not inputs[slot]:
             inputs[slot].copy_(x)
     return new_values
-
-
-def _is_changed(x: Any, before: Any) -> bool:
-    """Return whether a number was replaced or written to."""
-    return x is not before or _torch.objects.version_of(x) > 0
 
 
 def _end(
@@ -484,11 +481,6 @@ def _end(
         return NamedInput(name, "buffer", spec_of(x))
     group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
     return NamedInput(f"optimizer{group}.{key}", "input")
-
-
-def _gradient_end(parameter: NamedInput) -> NamedInput:
-    """Return the input for a gradient of earlier calls, split like its parameter."""
-    return NamedInput(f"gradient.{parameter.name}", "buffer", parameter.at_rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

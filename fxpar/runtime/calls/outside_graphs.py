@@ -47,21 +47,9 @@ from fxpar.runtime.ranks import (
     worlds,
 )
 from fxpar.runtime.ranks.gradient_buckets import MeanOver
-from fxpar.runtime.ranks.groups import Ranks, join
+from fxpar.runtime.ranks.groups import HOME, Ranks, join
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
-
-# On modules and parameters that a feature lays out over a mesh: the model's ``OnMesh``.
-HOME = "_fxpar_home"
-
-
-@dataclass(eq=False)
-class OnMesh:
-    """Holds what a call must know of a model that is laid out over a mesh."""
-
-    mesh: str  # as ``FXPAR_MESH`` takes it
-    # Whether each rank feeds its own part of the batch.
-    local: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -536,7 +524,8 @@ def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
 def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
     """Note why calls are not one graph where no frame that Dynamo met says it."""
     for module in watched.modules().values():
-        for code in map(_code_of, module.modules()):
+        for own in module.modules():
+            code = getattr(type(own).forward, "__code__", None)
             if code in _skipped:
                 watched.outside.setdefault(_skipped[code], False)
     if not compiled and not watched.outside:
@@ -545,10 +534,6 @@ def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
             (str(why).split("\n")[0] for why, _ in breaks), "not compiled by Dynamo"
         )
         watched.outside[_Outside(watched.name, why)] = False
-
-
-def _code_of(module: nn.Module) -> Any:
-    return getattr(type(module).forward, "__code__", None)
 
 
 def _say(watched: _CompiledCallable) -> None:

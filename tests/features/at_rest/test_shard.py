@@ -30,7 +30,7 @@ from fxpar.features.at_rest.homes import (
     Home,
 )
 from fxpar.features.at_rest.shard import is_sharded
-from fxpar.runtime.calls.outside_graphs import HOME
+from fxpar.runtime.ranks.groups import HOME
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 
