@@ -452,7 +452,8 @@ def _results(
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
         if slot in numbers:
-            if x is not before or _torch.objects.version_of(x) > 0:
+            is_other = x is not before
+            if is_other or _torch.objects.version_of(x) > 0:
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
