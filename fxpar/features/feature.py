@@ -2,9 +2,10 @@
 
 A feature's room is a folder here. Its ``__init__`` says what it adds: rows of
 ``fxpar.pipeline``, each after a step of the core or of a feature, which graphs have
-anything to do for it, and what a search chooses. In: the graph as it is when a row's turn comes, and the state of
-the pipeline. Out: whether the row runs. Never: a module of a feature is imported before
-one of its rows runs, or a row changes a graph that it is not on for.
+anything to do for it, and what a search chooses. In: the graph as it is when a row's
+turn comes, and the state of the pipeline. Out: whether the row runs. Never: a module of
+a feature is imported before one of its rows runs, or a row changes a graph that it is
+not on for.
 """
 
 from __future__ import annotations
