@@ -15,12 +15,17 @@ from fxpar.sharding.spec import Spec
 
 if TYPE_CHECKING:
     from fxpar.backend import train_step
+    from fxpar.features.at_rest.crossings import constrain, global_value
+    from fxpar.features.at_rest.shard import no_sync, shard
+    from fxpar.features.regions.shard_map import (
+        axis_index,
+        axis_size,
+        permute,
+        shard_map,
+    )
     from fxpar.planning import plan
-    from fxpar.runtime.at_rest.crossings import constrain, global_value
-    from fxpar.runtime.at_rest.shard import no_sync, shard
     from fxpar.runtime.calls.compiled_graph import plans
     from fxpar.runtime.ranks.presence import alone
-    from fxpar.runtime.shard_map import axis_index, axis_size, permute, shard_map
     from fxpar.sharding.ops import rule
 
 __version__ = "0.1.0"
@@ -47,17 +52,17 @@ __all__ = [
 
 _LAZY = {
     "alone": "fxpar.runtime.ranks.presence",
-    "axis_index": "fxpar.runtime.shard_map",
-    "axis_size": "fxpar.runtime.shard_map",
-    "constrain": "fxpar.runtime.at_rest.crossings",
-    "global_value": "fxpar.runtime.at_rest.crossings",
-    "no_sync": "fxpar.runtime.at_rest.shard",
-    "permute": "fxpar.runtime.shard_map",
+    "axis_index": "fxpar.features.regions.shard_map",
+    "axis_size": "fxpar.features.regions.shard_map",
+    "constrain": "fxpar.features.at_rest.crossings",
+    "global_value": "fxpar.features.at_rest.crossings",
+    "no_sync": "fxpar.features.at_rest.shard",
+    "permute": "fxpar.features.regions.shard_map",
     "plan": "fxpar.planning",
     "plans": "fxpar.runtime.calls.compiled_graph",
     "rule": "fxpar.sharding.ops",
-    "shard": "fxpar.runtime.at_rest.shard",
-    "shard_map": "fxpar.runtime.shard_map",
+    "shard": "fxpar.features.at_rest.shard",
+    "shard_map": "fxpar.features.regions.shard_map",
     "train_step": "fxpar.backend",
 }
 

@@ -23,25 +23,24 @@ from fxpar import _torch
 from fxpar.compilation import (
     compile_graph,
     compile_plain,
-    compile_step,
     is_plain,
     said_by_rank_0,
 )
 from fxpar.config import Options
 from fxpar.errors import FxparError, OptionError
-from fxpar.passes.regions.manual_regions import raise_refused
+from fxpar.features.at_rest import dynamo_graphs, used_layouts
+from fxpar.features.regions.manual_regions import on_one_rank, raise_refused
+from fxpar.features.regions.shard_map import mesh_of
+from fxpar.features.train_step.step import TrainStep
+from fxpar.features.train_step.trace import GradientOptions
 from fxpar.runtime import attention_dropout
 from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
-from fxpar.runtime.at_rest import used_layouts
 from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
 from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
 from fxpar.runtime.calls.collectives_in_place import take_eager_gradients
 from fxpar.runtime.calls.compile_variants import CompileGraph, CompileJob
 from fxpar.runtime.ranks.groups import Ranks, join
-from fxpar.runtime.shard_map import mesh_of
-from fxpar.runtime.train_step.gradients import GradientOptions
-from fxpar.runtime.train_step.step import TrainStep
 
 
 def fxpar(
@@ -62,11 +61,11 @@ def fxpar(
             options = {**(options or {}), "inductor": mode}
         traced, gm = gm, _torch.flat_regions.without_regions(gm)
         job_options, ranks = _joined(gm, options)
-        compiled_graph.refuse_written_parameters(gm)
+        dynamo_graphs.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
-            return compile_plain(traced, examples, job_options)
+            return compile_plain(on_one_rank(traced), examples, job_options)
         gm = _prepared(gm, examples, ranks)
-        compared = compiled_graph.compare_parameters(gm)
+        compared = dynamo_graphs.compare_parameters(gm)
         views = []
         if job_options.outputs == "global":
             views = shared_results.views_of_results(gm)
@@ -120,16 +119,10 @@ def train_step(
     def backend(step: TrainStep) -> Callable[..., Any]:
         def compile_forward(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             try:
-
-                def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
-                    finish, names = partial(compile_step, job), job.named_inputs
-                    averages = job.ranks.manual is not None
-                    return step.stage(gm, examples, names, finish, averages=averages)
-
                 gm = _torch.flat_regions.without_regions(gm)
                 job_options, ranks = _joined(gm, options)
                 gm = _prepared(gm, examples, ranks)
-                return _called(gm, examples, job_options, ranks, stage, step)
+                return _called(gm, examples, job_options, ranks, step.stage, step)
             except FxparError as error:
                 return compiled_graph.raiser(error)
 
@@ -164,11 +157,11 @@ def _joined(
     """
     raise_refused(gm)
     job_options = Options.read(options)
-    homes = compiled_graph.homes(gm)
+    homes = dynamo_graphs.homes(gm)
     if homes and job_options.mesh is None:
         job_options = replace(job_options, mesh=homes[0].mesh)
     ranks = join(job_options)
-    compiled_graph.follow_dtypes(homes, job_options)
+    dynamo_graphs.follow_dtypes(homes, job_options)
     outside_graphs.warn_around(ranks)
     return job_options, ranks
 
@@ -184,13 +177,13 @@ def _called(
     """Return what Dynamo calls for a graph, which is compiled when ranks meet at its
     first call. Dynamo may be asked to trace it again."""
     lean, positions, numbers = lean_graph(gm, examples)
-    compiled_graph.forget_homes(lean)
+    dynamo_graphs.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in positions]
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
-    used_layouts.settle(lean, named_inputs, examples, options, ranks)
-
     job = CompileJob(options, ranks, named_inputs)
+    used_layouts.settle(lean, examples, job)
+
     call: Callable[..., Any] = Calls(lean, examples, job, compile_as, owner)
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))

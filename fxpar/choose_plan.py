@@ -15,16 +15,18 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import fx
 
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError
-from fxpar.features.experts import expert_axes
+from fxpar.features import FEATURES
+from fxpar.features.feature import names_of_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
-from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.predict_step import predict_step
@@ -41,7 +43,7 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
 from fxpar.sharding.read_program import with_sizes_closed
 from fxpar.sharding.search.run_search import SearchOptions
-from fxpar.units import percent_more, short_seconds
+from fxpar.units import short_seconds
 
 # The last step of the pipeline before a schedule is chosen, the last one before a plan
 # is described, and the least share of a step's kernels that a schedule leaves.
@@ -282,28 +284,13 @@ def _with_choices(
         return replace(request, bodies=mode.bodies, experts_over=experts), notes
     if not isinstance(mode, SearchOptions) or request.meshes:
         return request, notes
-    counts = body_choices(graph)
-    bodies = [0] * len(counts)
-    for i, count in enumerate(counts):
-        seconds = []
-        for body in range(count):
-            trial = replace(request, bodies=(*bodies[:i], body, *bodies[i + 1 :]))
-            seconds.append(_seconds_of(graph, fake_mode, trial))
-        bodies[i] = min(range(count), key=seconds.__getitem__)
-        times = ", ".join(percent_more(s, min(seconds)) for s in seconds)
-        notes.append(
-            f"body {bodies[i]} of {count} of manual region {i} is chosen: compared "
-            f"with the fastest, a step with each is estimated to take {times}"
-        )
-    request = replace(request, bodies=tuple(bodies) if any(bodies) else ())
-    over = {
-        axes: _seconds_of(graph, fake_mode, replace(request, experts_over=axes))
-        for axes in expert_axes.choices(graph, request)
-    }
-    if not over:
-        return request, notes
-    axes, note = expert_axes.best(over)
-    return replace(request, experts_over=axes), [*notes, *([note] if note else [])]
+    names, seconds_of = names_of_ops(graph), partial(_seconds_of, graph, fake_mode)
+    for feature in FEATURES:
+        if feature.choices and feature.choices[0](names, request):
+            choose = import_module(feature.choices[1]).choose
+            request, reasons = choose(graph, request, seconds_of)
+            notes += reasons
+    return request, notes
 
 
 def _seconds_of(graph: fx.Graph, fake_mode: Any, request: Request) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.features import register_ops
 from fxpar.graph import size_nodes
+from fxpar.graph.builder import restore_meta
 from fxpar.graph.graph_bodies import hold
 from fxpar.passes import writes_as_results
 from fxpar.passes.boundaries import absorb, read_signature
@@ -52,7 +53,6 @@ from fxpar.runtime.calls.compiled_graph import (
     Compiled,
     WithRoom,
     refusing_data,
-    without_hints,
 )
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -72,8 +72,6 @@ from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.verify import feeds_of, verify
-from fxpar.runtime.train_step.forward import StepInput
-from fxpar.runtime.train_step.trace import TracedStep, restore_meta
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import pipeline_axis, split_off, with_planned_axis
 from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
@@ -101,22 +99,9 @@ def is_plain(options: Options, ranks: Ranks) -> bool:
 
 
 def compile_plain(gm: fx.GraphModule, examples: Any, options: Options) -> Any:
-    """Return what Inductor compiles from a Dynamo graph for one device."""
+    """Return what Inductor compiles from a graph for one device."""
     settings = dict(options.inductor)
-    return _torch.aot.compile_fx(
-        without_hints(gm), examples, inductor_settings=settings
-    )
-
-
-def compile_step(
-    job: CompileJob, step: TracedStep, rest_specs: Mapping[int, Spec]
-) -> Callable[..., Any]:
-    """Return the checked, compiled function of a traced training step."""
-    if is_plain(job.options, job.ranks):
-        plain: Callable[..., Any] = compile_plain(step.module, step.fakes, job.options)
-        return plain
-    job = replace(job, named_inputs=step.ends, rest_specs=rest_specs, writes=True)
-    return compile_graph(job, step.module, step.fakes)
+    return _torch.aot.compile_fx(gm, examples, inductor_settings=settings)
 
 
 @in_one_block
@@ -433,9 +418,7 @@ class Compilation:
         whole = Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
         if kind == "input":
             end = self.job.named_inputs[payload]
-            if isinstance(end, StepInput):
-                return Input(end.name, end.kind, end.at_rest or whole, end.use)
-            return Input(end.name, end.kind, whole)
+            return Input(end.name, end.kind, end.at_rest or whole, end.use)
         at_rest = None if kind == "tangent" else whole
         return Input(f"{kind}_{node.name}", kind, at_rest)
 
@@ -633,9 +616,7 @@ class Compilation:
         if self.job.writes:
             # Inputs of which each rank holds a part go by another kind.
             named_inputs = [
-                NamedInput(x.name, "part")
-                if isinstance(x, StepInput) and x.at_rest
-                else x
+                NamedInput(x.name, "part") if x.at_rest else x
                 for x in self.job.named_inputs
             ]
             checks.append(partial(inputs.check_arguments, named_inputs))

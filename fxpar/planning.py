@@ -32,6 +32,7 @@ from fxpar.explain import status_line
 from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
+from fxpar.features.regions.shard_map import traced_for
 from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order.forward_backward import as_run
@@ -41,7 +42,6 @@ from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.passes.simulate.predict_step import predict_step
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.pipeline import STEP_NAMES
-from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware

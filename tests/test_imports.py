@@ -49,11 +49,12 @@ LEVELS = [
     {"features"},
     {"pipeline"},
     {"choose_plan"},
-    # Plans to find where parameters rest.
-    {"runtime/at_rest/used_layouts"},
+    # Plans a call, to lay out parameters as it uses them.
+    {"features/at_rest"},
     {"compilation"},
-    # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
-    {"backend", "planning", "runtime/at_rest/shard"},
+    # Compiles what it traced.
+    {"features/train_step"},
+    {"backend", "planning"},
     {"__init__"},
     {"__main__"},
 ]
@@ -75,33 +76,24 @@ LAZY = {
 ROOMS = {
     *("features/experts", "features/regions", "features/sequences", "features/stages"),
     *("features/uneven", "features/unlike_devices", "passes/attention"),
-    *("passes/regions", "passes/stages", "runtime/at_rest", "runtime/train_step"),
+    *("features/at_rest", "features/train_step", "passes/stages"),
 }
 # The list of features, which names them.
 FEATURES = "features/__init__.py"
+# Where users enter: a feature may have an entry of its own.
+DOORS = {"__init__.py", "__main__.py", "backend.py", "planning.py"}
 
 # Files of the core that import a room even so. This list gets shorter, not longer.
 TIES = {
     ("fusion/memory_order.py", "passes/attention"),
-    ("choose_plan.py", "features/experts"),
     ("fusion/verbs/balance.py", "passes/attention"),
     ("fusion/verbs/flex_ring.py", "passes/attention"),
     ("fusion/verbs/ring_attention.py", "passes/attention"),
     ("passes/local/local_ops.py", "passes/attention"),
-    ("backend.py", "passes/regions"),
-    ("choose_plan.py", "passes/regions"),
-    ("runtime/calls/compiled_graph.py", "passes/regions"),
-    ("runtime/shard_map.py", "passes/regions"),
     ("compilation.py", "passes/stages"),
     ("passes/simulate/lockstep.py", "passes/stages"),
     ("passes/simulate/simulate_pipeline.py", "passes/stages"),
     ("runtime/steps/plan_steps.py", "passes/stages"),
-    ("__init__.py", "runtime/at_rest"),
-    ("backend.py", "runtime/at_rest"),
-    ("runtime/calls/compiled_graph.py", "runtime/at_rest"),
-    ("runtime/calls/outside_graphs.py", "runtime/at_rest"),
-    ("backend.py", "runtime/train_step"),
-    ("compilation.py", "runtime/train_step"),
 }
 
 # Parts that are pure planning and rewriting: no process group, ever.
@@ -257,7 +249,7 @@ def room(place: str) -> str | None:
 
 def ties(path: Path) -> Iterator[tuple[str, str]]:
     """(file of the core, room that it imports from)."""
-    if room(name(path)) or name(path) == FEATURES:
+    if room(name(path)) or name(path) in {FEATURES, *DOORS}:
         return
     for dotted, *_ in imports(path):
         there = room("/".join(dotted.split(".")[1:]) + "/")

@@ -1,4 +1,5 @@
-"""Lists the features; each is a folder with a ``FEATURE`` (``feature``).
+"""Lists the features that add to the pipeline; each is a folder with a ``FEATURE``
+(``feature``). Parameters at rest and the training step are entered by users instead.
 
 In: nothing. Out: ``FEATURES``, from which ``fxpar.pipeline`` makes its list. Never: a
 module of a feature imported, but for its ``__init__``, until its ops are registered.

@@ -1,10 +1,11 @@
 """Defines what a feature adds to the core's list of steps.
 
 A feature's room is a folder here. Its ``__init__`` says what it adds: rows of
-``fxpar.pipeline``, each after a step of the core or of a feature, and which graphs have
-anything to do for it. In: the graph as it is when a row's turn comes, and the state of
-the pipeline. Out: whether the row runs. Never: a module of a feature is imported before
-one of its rows runs, or a row changes a graph that it is not on for.
+``fxpar.pipeline``, each after a step of the core or of a feature, which graphs have
+anything to do for it, and what a search chooses. In: the graph as it is when a row's
+turn comes, and the state of the pipeline. Out: whether the row runs. Never: a module of
+a feature is imported before one of its rows runs, or a row changes a graph that it is
+not on for.
 """
 
 from __future__ import annotations
@@ -18,18 +19,28 @@ from torch import fx
 
 from fxpar.passes.order.order_collectives import Pass, When
 from fxpar.sharding.op_facts import name_of
+from fxpar.sharding.plan_request import Request
+
+# Given a traced graph, a request, and what gives the seconds of a step that a short
+# search finds for a request: the request with a choice of what changes the graph, and
+# notes of why.
+Choose = Callable[
+    [fx.Graph, Request, Callable[[Request], float]], tuple[Request, list[str]]
+]
 
 
 @dataclass(frozen=True)
 class Feature:
     """Is what a feature adds to the list of steps."""
 
-    # Its folder here.
-    name: str
+    name: str  # its folder here
     # A step, or the stage that a list begins with -> the rows right after it.
     rows: Mapping[str, Sequence[Pass]]
     # Modules that register the ops which compiled code of it calls.
     ops: Sequence[str] = ()
+    # When there is something for a search to choose, and the module whose ``choose``,
+    # a ``Choose``, does.
+    choices: tuple[When, str] | None = None
 
 
 def has(ops: str) -> When:

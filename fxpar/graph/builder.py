@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._fast import known_values
 from fxpar._torch import separate_parts
@@ -24,6 +25,7 @@ from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.program import phase_of
 from fxpar.sharding.row_moves import Exchange
 
 # A size among the arguments of an op in a local graph: a number, or a node that
@@ -67,6 +69,10 @@ PROVENANCE = (
 # fxpar's own such keys: the reshard and its cause; whether it is one of a parameter;
 # whether it is one of the chunks in which a schedule runs a collective.
 OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
+
+# Keys in ``meta["custom"]`` of a node: the number that autograd gave it, and whether it
+# is an op of the forward inside a checkpointed region.
+_NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"
 
 # Key of ``meta`` on the output of a local graph: whether the graph has uneven shards.
 UNEVEN = "fxpar_uneven"
@@ -350,3 +356,29 @@ class Builder:
     def wait(self, collective: fx.Node) -> fx.Node:
         """Return the finished result of a functional collective."""
         return self.call(torch.ops._c10d_functional.wait_tensor.default, collective)
+
+
+def keep_meta(graph: fx.Graph) -> None:
+    """Keep what must not be overwritten when the graph of a step is traced again,
+    without autograd: the numbers that autograd gives ops, and which ops of the forward
+    are in checkpointed regions. AOTAutograd (2.13) would compute these again itself,
+    before anything is planned, and refuses random ops."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        if "seq_nr" in node.meta:
+            custom = custom | {_NUMBER: node.meta["seq_nr"]}
+        if node.meta.pop("recompute", None) and phase_of(node) == "forward":
+            custom = custom | {_CHECKPOINTED: True}
+        node.meta["custom"] = custom
+
+
+def restore_meta(graph: fx.Graph) -> None:
+    """Give nodes of a step the numbers that autograd gave them, by which a backward op
+    is known to differentiate a forward one, and the tags of checkpointed regions. In
+    place."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        if _NUMBER in custom:
+            node.meta["seq_nr"] = custom[_NUMBER]
+        if _CHECKPOINTED in custom:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE

@@ -226,7 +226,7 @@ class Program:
 
 
 # Files that a sharded module's forward passes through on its way to the user's.
-_OURS = str(Path(__file__).parents[1] / "runtime")
+_OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("runtime", "features"))
 
 
 def user_line(node: fx.Node) -> str | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpar
-from fxpar.runtime.train_step.forward import spec_of
+from fxpar.features.at_rest.dynamo_graphs import spec_of
 from tests.helpers.processes import RankError
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import place_of, whole

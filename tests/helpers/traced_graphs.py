@@ -14,8 +14,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import hint_of
+from fxpar.graph import builder
 from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.train_step import trace
 
 Tensor = torch.Tensor
 
@@ -51,8 +51,10 @@ def rows(graph: fx.Graph) -> list[Any]:
         return [memory(i) for i in x] if isinstance(x, (list, tuple)) else text(x)
 
     def custom(entries: dict[str, Any]) -> str:
-        number = entries.get(trace._NUMBER)
-        return repr(entries | {trace._NUMBER: numbers.setdefault(number, len(numbers))})
+        number = entries.get(builder._NUMBER)
+        return repr(
+            entries | {builder._NUMBER: numbers.setdefault(number, len(numbers))}
+        )
 
     said = []
     for node in graph.nodes:

@@ -15,8 +15,8 @@ from torch import fx, nn
 import fxpar
 from fxpar import _torch, compilation
 from fxpar.compilation import Compilation
+from fxpar.features.train_step import step as step_module
 from fxpar.passes.repeated_segments import SharedMemory, repeated_segments
-from fxpar.runtime.train_step import step as step_module
 from tests.helpers.patched import needs_patches
 from tests.helpers.traced_graphs import (
     LAYERS,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.runtime.at_rest.parameter_layouts import layouts_of
+from fxpar.features.at_rest.parameter_layouts import layouts_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,

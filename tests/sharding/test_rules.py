@@ -12,6 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
+from fxpar.features.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
@@ -23,7 +24,6 @@ from fxpar.passes.simulate.one_op import (
     passing,
     reductions_of,
 )
-from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import Row, keys
@@ -167,7 +167,7 @@ def try_row(key: Any, *kinds: Any) -> None:
 # These run graphs of their own: tests/passes/test_bodies.py splits them.
 BODIES = {f"higher_order::flex_attention{x}" for x in ("", "_backward")}
 # These stand between the shapes of a rank and global ones, or send something:
-# tests/runtime/test_shard_map.py runs them.
+# tests/features/regions/test_shard_map.py runs them.
 REGIONS = set(custom_op_rules.ROWS)
 ROWS = [key for key in TABLE if key not in BODIES | REGIONS]
 

@@ -31,4 +31,5 @@ FEATURE = Feature(
         "copy_together": [_step("compute_first_rows", _is_local)],
     },
     ops=[f"{__name__}.expert_ops"],
+    choices=(_is_traced, f"{__name__}.expert_axes"),
 )

@@ -13,7 +13,8 @@ In: a traced graph and a request. Out: data. Never: changes a graph or runs anyt
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,3 +141,17 @@ def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:
         f"experts are split over {'+'.join(axes)}: a step is estimated to take {more} "
         f"if each rank has all of them"
     )
+
+
+def choose(
+    graph: fx.Graph, request: Request, seconds_of: Callable[[Request], float]
+) -> tuple[Request, list[str]]:
+    """Return the request with the axes to split experts over, as a ``Choose`` does."""
+    over = {
+        axes: seconds_of(replace(request, experts_over=axes))
+        for axes in choices(graph, request)
+    }
+    if not over:
+        return request, []
+    axes, note = best(over)
+    return replace(request, experts_over=axes), [note] if note else []

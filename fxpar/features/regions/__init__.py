@@ -12,7 +12,7 @@ from fxpar.features.feature import Feature, has, steps_of
 from fxpar.passes.normalize.body_seeds import refuse_draws
 from fxpar.passes.order.order_collectives import Pass
 
-_step = steps_of(f"{__name__}.region_steps")
+_step = steps_of(f"{__name__}.manual_regions")
 # Nodes that hold bodies, among others.
 _BODIES = "get_attr"
 _REGIONS = f"{_BODIES} fxpar.enter_region fxpar.leave_region"
@@ -32,4 +32,5 @@ FEATURE = Feature(
             _step("count_loop_steps", has(_BODIES), optional=False),
         ],
     },
+    choices=(has("fxpar.choose_body"), f"{__name__}.region_bodies"),
 )

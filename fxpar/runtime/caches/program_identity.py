@@ -24,6 +24,7 @@ from fxpar import _torch
 from fxpar._torch.dynamo import example_of
 from fxpar.graph.graph_bodies import attribute_at
 from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
@@ -35,6 +36,10 @@ class NamedInput:
 
     name: str  # as in the user's code
     kind: str  # "parameter", "buffer" or "input"
+    # The spec in which it is sharded; None if each rank holds the whole.
+    at_rest: Spec | None = None
+    # The hint on its use in the program, an entry per dim; None without one.
+    use: tuple[str, ...] | None = None
 
 
 def _source(node: fx.Node) -> str:

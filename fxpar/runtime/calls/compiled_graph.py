@@ -9,27 +9,16 @@ Never: a change of what a graph computes.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
-from fxpar.passes.regions.manual_regions import on_one_rank
-from fxpar.runtime.at_rest.homes import (
-    Home,
-    home_of,
-    note_read,
-    refuse_writes,
-    written_parameter,
-)
-from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
     placeholders,
@@ -37,7 +26,7 @@ from fxpar.runtime.caches.program_identity import (
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange
 from fxpar.runtime.calls.rows_to_experts import agreed_room
-from fxpar.runtime.ranks import drift, mean_gradients, meeting, presence
+from fxpar.runtime.ranks import drift, mean_gradients, meeting
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -46,8 +35,6 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 _PLANS: list[Plan] = []
-
-Calling = Callable[..., Any]
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -217,80 +204,6 @@ class Compiled:
 WithRoom = Callable[[int, Sequence[Any]], Compiled]
 
 
-def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
-    """Prepare a Dynamo graph for one device, in place, and return it: without
-    ``fxpar.constrain``, and with manual regions as on one rank."""
-    for node in list(gm.graph.nodes):
-        if str(node.target).startswith("fxpar.constrain"):
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
-    on_one_rank(gm.graph)
-    gm.recompile()
-    return gm
-
-
-def homes(gm: fx.GraphModule) -> list[Home]:
-    """Return the sharded models whose parameters a Dynamo graph uses."""
-    numbers = [node.args[-1] for node in _crossings(gm)]
-    models = map(home_of, dict.fromkeys(numbers))
-    return [home for home in models if home is not None]
-
-
-def refuse_written_parameters(gm: fx.GraphModule) -> None:
-    """Raise ShardError if a Dynamo graph writes to a parameter at rest: the write would
-    change the global value, which exists in this graph alone."""
-    parameters: dict[int, fx.Node] = {}  # by the memory of their values
-    for node in _crossings(gm):
-        home, values = home_of(node.args[-1]), [node]
-        if home is not None and home.param_dtype is not None:
-            values += [user for user in node.users if user.target == "to"]  # its cast
-        for value in values:
-            memory = _torch.objects.memory_of(value.meta["example_value"])
-            parameters.setdefault(memory, value)
-    for node in gm.graph.nodes if parameters else ():
-        # ``x.data`` has a version counter of its own.
-        x = node.meta.get("example_value")
-        if not isinstance(x, torch.Tensor) or not _torch.objects.version_of(x):
-            continue
-        parameter = parameters.get(_torch.objects.memory_of(x))
-        if parameter is not None:
-            shape = f"of shape {list(parameter.meta['example_value'].shape)}"
-            raise written_parameter(shape, user_line(next(iter(node.users), node)))
-
-
-def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
-    """Return a wrapper for the call of a Dynamo graph. The wrapped call raises
-    ShardError if code between graphs wrote to the global value of a parameter at rest,
-    which a graph returned. A backward raises torch's error if a parameter it needs was
-    written since the call. To be called before ``forget_homes``."""
-    models, results = homes(gm), gm.graph.output_node().args[0]
-    returned: dict[int, tuple[Home, str]] = {}
-    for crossing in _crossings(gm):
-        home, shape = home_of(crossing.args[-1]), crossing.args[1]
-        casts = [user for user in crossing.users if user.target == "to"]
-        for i, node in enumerate(results):
-            if home is not None and node in (crossing, *casts):
-                returned[i] = home, f"of shape {shape}"
-
-    def compared(call: Calling) -> Calling:
-        def compare(*args: Any) -> Any:
-            for home in models:
-                refuse_writes(home, ends=False)
-            split = [x for x in args if isinstance(x, DTensor) and x.requires_grad]
-            count = functools.partial(_torch.dtensor.count_writes, split)
-            count()
-            outputs = call(*args)
-            _torch.aot.before_backward(outputs, count)
-            for i, (home, parameter) in returned.items():
-                key, line = (id(compare), i), presence.user_line()
-                note_read(home, key, outputs[i], parameter, line)
-            return outputs
-
-        return compare if models else call
-
-    return compared
-
-
 def refuse_nested(
     gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
 ) -> None:
@@ -304,32 +217,3 @@ def refuse_nested(
                 fix="feed its values and where each begins, and make it inside, by "
                 "torch.nested.nested_tensor_from_jagged",
             )
-
-
-def forget_homes(gm: fx.GraphModule) -> None:
-    """Remove from a Dynamo graph, in place, the numbers of the models that own its
-    parameters, so that it is the same program at every start of the process."""
-    for node in _crossings(gm):
-        node.args = (*node.args[:-1], -1)
-    gm.recompile()
-
-
-def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
-    packet = torch.ops.fxpar.to_global
-    targets = (packet, packet.default, to_global_unreduced)
-    return [node for node in gm.graph.nodes if node.target in targets]
-
-
-def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
-    """Make Dynamo trace again if a model was not traced with the dtypes in options."""
-    param_dtype = getattr(torch, options.param_dtype) if options.param_dtype else None
-    reduce_dtype = options.reduce_dtype or ""
-    stale = [
-        h
-        for h in homes
-        if (h.param_dtype, h.reduce_dtype) != (param_dtype, reduce_dtype)
-    ]
-    for home in stale:
-        home.param_dtype, home.reduce_dtype = param_dtype, reduce_dtype
-    if stale:
-        _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")

@@ -38,7 +38,6 @@ from fxpar.errors import (
     RankMismatchError,
     warn,
 )
-from fxpar.runtime.at_rest.homes import HOME
 from fxpar.runtime.calls.call_variants import meet_first
 from fxpar.runtime.ranks import (
     check_inputs,
@@ -48,7 +47,7 @@ from fxpar.runtime.ranks import (
     worlds,
 )
 from fxpar.runtime.ranks.gradient_buckets import MeanOver
-from fxpar.runtime.ranks.groups import Ranks, join
+from fxpar.runtime.ranks.groups import HOME, Ranks, join
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
 
@@ -57,12 +56,9 @@ from fxpar.runtime.tracing import modules_of
 class _Outside:
     """Describes code outside of the graphs, as text."""
 
-    # Its name in messages: mostly a qualified name.
-    code: str
-    # The reason that Dynamo gives; "" if none.
-    why: str
-    # The user's line; None if not known.
-    where: str | None = None
+    code: str  # its name in messages: mostly a qualified name
+    why: str  # the reason that Dynamo gives; "" if none
+    where: str | None = None  # the user's line; None if not known
 
 
 @dataclass(eq=False)
@@ -70,10 +66,8 @@ class _CompiledCallable:
     """Holds what is known of a compiled module or function."""
 
     fn: Any  # a weak reference
-    # Its name in messages: the class of a module, or the function.
-    name: str
-    # The options given to ``torch.compile``.
-    options: dict[str, Any] | None
+    name: str  # its name in messages: the class of a module, or the function
+    options: dict[str, Any] | None  # the options given to ``torch.compile``
     # The options as read at the first call; None before, or if they are wrong.
     settings: Options | None = None
     # Modules in the frames that Dynamo met, by their ids.
@@ -118,8 +112,7 @@ class _CompiledCallable:
 
 @dataclass(eq=False)
 class _Call:
-    # The callable of this call.
-    watched: _CompiledCallable
+    watched: _CompiledCallable  # the callable of this call
     handled: BaseException | None  # by code around the call
     breaks_before: int  # graph breaks that Dynamo had met
     # For each graph that ran in it, whether it contains the whole call.
@@ -157,10 +150,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     watched = _CompiledCallable(reference, name, options)
 
     def enter() -> Callable[[], None]:
-        if watched.settings is None:
-            _read(watched)
-        if watched.local and not is_alone():
-            _begin_local(watched)
+        _begin(watched)
         breaks = _torch.dynamo.graph_breaks_so_far()
         _calls.stack.append(_Call(watched, sys.exc_info()[1], breaks))
         return _leave
@@ -173,15 +163,16 @@ def begins(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Non
     but was not made by ``torch.compile``: in local mode ranks begin with equal
     parameters and buffers."""
     name = type(model).__name__
-    watched = _CompiledCallable(weakref.ref(model), name, options)
+    return functools.partial(
+        _begin, _CompiledCallable(weakref.ref(model), name, options)
+    )
 
-    def begin() -> None:
-        if watched.settings is None:
-            _read(watched)
-        if watched.local and not is_alone():
-            _begin_local(watched)
 
-    return begin
+def _begin(watched: _CompiledCallable) -> None:
+    if watched.settings is None:
+        _read(watched)
+    if watched.local and not is_alone():
+        _begin_local(watched)
 
 
 def options_of_call() -> Options | None:
@@ -533,7 +524,8 @@ def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
 def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
     """Note why calls are not one graph where no frame that Dynamo met says it."""
     for module in watched.modules().values():
-        for code in map(_code_of, module.modules()):
+        for own in module.modules():
+            code = getattr(type(own).forward, "__code__", None)
             if code in _skipped:
                 watched.outside.setdefault(_skipped[code], False)
     if not compiled and not watched.outside:
@@ -542,10 +534,6 @@ def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
             (str(why).split("\n")[0] for why, _ in breaks), "not compiled by Dynamo"
         )
         watched.outside[_Outside(watched.name, why)] = False
-
-
-def _code_of(module: nn.Module) -> Any:
-    return getattr(type(module).forward, "__code__", None)
 
 
 def _say(watched: _CompiledCallable) -> None:

@@ -40,6 +40,7 @@ from fxpar import _torch
 from fxpar.errors import FxparError, GradientError, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs, consensus, worlds
+from fxpar.runtime.ranks.groups import HOME, OnMesh
 from fxpar.runtime.ranks.meeting import meetings
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
@@ -286,7 +287,9 @@ class Drift:
         the last call, and the number of their model."""
         if self.at_rest is None:
             return ""
-        parts, number = [args[i] for i in self.parts], _model_number(args[self.at_rest])
+        parts = [args[i] for i in self.parts]
+        model = getattr(args[self.at_rest], HOME, None)
+        number = 0 if model is None else model.round
         writes = hash(_torch.objects.versions_of(parts))
         return f"{writes:x} {_steps_word(parts)} {number}"
 
@@ -468,18 +471,15 @@ def _is_far(text: str, other: str) -> bool:
 # The last steps of optimizers since a graph read the tensors that they update, by the
 # model that owns the tensors.
 _STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
-_OwnerOf = Callable[[torch.Tensor], Any]
-_OWNERS: list[_OwnerOf] = []
 
 
 @functools.cache
-def note_steps(owner_of: _OwnerOf) -> None:
+def note_steps() -> None:
     """Let each call compare the steps since the last call of the optimizers of its
-    sharded tensors. ``owner_of``: gives the model of a tensor, None if there is
-    none."""
+    sharded tensors."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        owners = {*map(owner_of, _torch.objects.parameters_of(optimizer))} - {None}
+        owners = _owners(_torch.objects.parameters_of(optimizer))
         if not owners:
             return
         rates = (
@@ -490,23 +490,20 @@ def note_steps(owner_of: _OwnerOf) -> None:
         for owner in owners:
             _STEPS.setdefault(owner, deque(maxlen=64)).append(step)
 
-    _OWNERS.append(owner_of)
     register_optimizer_step_pre_hook(note)
 
 
-def _model_number(part: torch.Tensor) -> int:
-    """Return the number of the model of a tensor, which is equal on all ranks."""
-    owners = (owner_of(part) for owner_of in _OWNERS)
-    return next((owner.round for owner in owners if owner is not None), 0)
+def _owners(parts: Iterable[torch.Tensor]) -> list[OnMesh]:
+    """Return the models that own tensors, each once."""
+    owners = dict.fromkeys(getattr(part, HOME, None) for part in parts)
+    return [owner for owner in owners if owner is not None]
 
 
 def _steps_word(parts: Sequence[torch.Tensor]) -> str:
     """Return the optimizer steps since the last call that read these models."""
     if not _STEPS:
         return ""
-    owners = dict.fromkeys(owner_of(part) for owner_of in _OWNERS for part in parts)
-    owners.pop(None, None)
-    steps = (step for owner in owners for step in _STEPS.pop(owner, ()))
+    steps = (step for owner in _owners(parts) for step in _STEPS.pop(owner, ()))
     return "+".join(steps).replace(" ", "")
 
 

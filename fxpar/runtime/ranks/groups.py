@@ -427,3 +427,18 @@ def check_sharing(hosts: Sequence[str], devices: Sequence[str]) -> None:
                 'own; or call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) '
                 "before the model is made. With more ranks than devices, run on CPU",
             )
+
+
+# On modules and parameters that a feature lays out over a mesh: the model's ``OnMesh``.
+HOME = "_fxpar_home"
+
+
+@dataclass(eq=False)
+class OnMesh:
+    """Holds what ranks must know of a model that is laid out over a mesh."""
+
+    mesh: str  # as ``FXPAR_MESH`` takes it
+    # Whether each rank feeds its own part of the batch.
+    local: bool = field(default=False, kw_only=True)
+    # The round of ranks in which it was laid out, the same on all of them.
+    round: int = field(default=0, kw_only=True)

@@ -1,5 +1,5 @@
 """Gives rules to fxpar's own ops, by name, as passes and runtime register them: ops of
-manual regions (``passes.regions``), the op by which a graph writes to its inputs, the
+manual regions (``features.regions``), the op by which a graph writes to its inputs, the
 op that keeps effects in order, and others.
 
 Inside a region a value has the shape that is local along the region's axes, and other

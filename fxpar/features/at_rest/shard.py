@@ -3,8 +3,8 @@
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
 say (``parameter_layouts``), each rank holding its part, its classes swapped
-(``swap_parameters``) so that its code still sees global tensors. Never: a change to
-buffers.
+(``sharded_modules``) so that its code still sees global tensors. State dicts of whole
+tensors still load. Never: a change to buffers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,16 +24,28 @@ from fxpar import _torch
 from fxpar._torch.objects import live_optimizers, parameters_of
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.homes import HOME, Home
-from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_of, with_parts
-from fxpar.runtime.at_rest.swap_parameters import swap_parameters
-from fxpar.runtime.at_rest.used_layouts import decided, uses_of
+from fxpar.features.at_rest.crossings import part_of, with_part
+from fxpar.features.at_rest.dtensor_ops import (
+    draw_as_one_device,
+    part_held,
+    serve_parts,
+)
+from fxpar.features.at_rest.homes import AT_REST, Home, ParameterAtRest
+from fxpar.features.at_rest.parameter_layouts import (
+    ParameterLayout,
+    Uses,
+    layouts_of,
+    with_parts,
+)
+from fxpar.features.at_rest.sharded_modules import adopt
+from fxpar.features.at_rest.used_layouts import decided, uses_of
 from fxpar.runtime.calibrate.at_start import measure_first
 from fxpar.runtime.ranks import consensus
 from fxpar.runtime.ranks.check_inputs import check_same
 from fxpar.runtime.ranks.compare_options import check_options, options_text
-from fxpar.runtime.ranks.groups import Ranks, join, settle
+from fxpar.runtime.ranks.drift import note_steps
+from fxpar.runtime.ranks.groups import HOME, Ranks, device_mesh_of, join, settle
+from fxpar.runtime.ranks.presence import user_line
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.hints import (
     Entries,
@@ -137,7 +150,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     model = getattr(model, "_orig_mod", model)
     home = model.__dict__.get(HOME)
     if home is None:
-        if _world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             raise ShardError(
                 "no_sync needs a model whose parameters are sharded",
                 fix="call fxpar.shard(model) before the optimizer is made",
@@ -153,33 +166,26 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         _reduce_later(model, home)
 
 
-def _world_size() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _reduce_later(model: nn.Module, home: Home) -> None:
-    """Let the next backward outside ``no_sync`` reduce gradients."""
+    """Let the next backward outside ``no_sync`` reduce gradients that are partial over
+    batch axes to their parameters' layout."""
     if home.hooked:
         return
     home.hooked = True
 
     def reduce(parameter: Any) -> None:
-        if not home.waiting:
-            home.unreduced = False
-            _reduce(parameter)
+        if home.waiting:
+            return
+        home.unreduced, gradient = False, parameter.grad
+        if (
+            isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(reduce)
-
-
-def _reduce(parameter: Any) -> None:
-    """Reduce a gradient that is partial over batch axes to its parameter's layout."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -251,7 +257,6 @@ def _uses(
     args, kwargs = sample
     grad = any(p.requires_grad for p in model.parameters())
     call = TracedCall(model, tuple(args), dict(kwargs), grad)
-    module, fake_mode = call.trace()
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         declared = call.declare(kind, payload, node, [None] * call.count)
@@ -261,24 +266,147 @@ def _uses(
             return declared
         return replace(declared, at_rest=Spec.whole(value.dim()))
 
-    signature = read_signature(module.graph, declare)
-    what = (signature, ranks, table, options)
+    what = call, declare, ranks, table, options
     try:
-        decision = decided(
-            module.graph, fake_mode, *what, of_all=True, name="the sample's call"
-        )
+        decision = decided(*what, name="the sample's call")
     except Exception as error:
         consensus.abort(error)
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
     as_shards = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
-    shapes = {
-        declared.name: decision.program.values[v].shape
-        for declared, v in zip(signature.inputs, decision.program.inputs, strict=True)
-        if v is not None
-    }
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return ranks, {
         name: as_shards(spec, decision.mesh, shapes[name]).joined(decision.mesh)
         for name, spec in uses_of(decision).items()
     }
+
+
+def swap_parameters(
+    model: nn.Module,
+    ranks: Ranks,
+    layout: Mapping[int, ParameterLayout],
+    *,
+    movable: bool,
+) -> None:
+    """Replace parameters by their shards, and classes by those that gather them.
+    ``movable``: whether the first graph to read a parameter lays it out as it uses it.
+    """
+    note_steps()
+    names = {id(p): name for name, p in model.named_parameters()}
+    sizes = ranks.mesh.sizes
+    batch = tuple(axis for axis in batch_axes(ranks.mesh) if sizes[axis] > 1)
+    home = Home(str(ranks.mesh), batch, round=consensus.round_number())
+    home.movable = {*names.values()} if movable else set()
+    forms = {id(p): tuple(p.shape) for p in model.parameters()}
+    home.is_even = all(
+        own_layout.spec.is_even(ranks.mesh, forms[key])
+        for key, own_layout in layout.items()
+    )
+    parts: dict[int, nn.Parameter] = {}
+    originals = list(model.parameters())  # ids stay taken while parameters change
+    modules = list(model.named_modules())
+    for name, module in modules:
+        _refuse_hidden(module, name, layout)
+    for _, module in modules:
+        infos = {}
+        for key, p in list(_torch.objects.own_parameters(module).items()):
+            if p is None:
+                continue
+            own_layout = layout[id(p)]
+            if id(p) not in parts:
+                parts[id(p)] = _resting(p, own_layout.spec, ranks)
+                setattr(parts[id(p)], HOME, home)
+            _torch.objects.own_parameters(module)[key] = parts[id(p)]
+            infos[key] = ParameterAtRest(
+                tuple(p.shape), str(own_layout.spec), own_layout.hint, names[id(p)]
+            )
+        if infos or module is model:
+            adopt(module, home, infos, root=module is model)
+            module.register_load_state_dict_pre_hook(_take_parts)
+        if isinstance(module, nn.RNNBase):
+            _torch.dynamo.list_recurrent_weights(module)
+    del originals
+
+
+def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
+    """Return the DTensor parameter that holds this rank's part of a plain one."""
+    part = part_of(p.detach(), spec, ranks.mesh, ranks.rank)
+    part = part.clone(memory_format=torch.contiguous_format)
+    device = p.device.type
+    if p.is_meta:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    serve_parts()
+    if device == "cpu":
+        draw_as_one_device()
+    shape = torch.Size(p.shape)
+    dtensor = DTensor.from_local(
+        part,
+        device_mesh_of(ranks.mesh, device),
+        spec.to_placements(ranks.mesh),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    parameter = nn.Parameter(dtensor, requires_grad=p.requires_grad)
+    parameter.__dict__.update(p.__dict__)
+    return parameter
+
+
+def _refuse_hidden(
+    module: nn.Module, name: str, layout: Mapping[int, ParameterLayout]
+) -> None:
+    """Raise ShardError if a module keeps parameters elsewhere too."""
+    for key, value in module.__dict__.items():
+        if _torch.dynamo.is_recurrent_weights(module, key):
+            continue
+        if key.startswith("_parameters") or key in ("_modules", "_buffers"):
+            continue
+        inside = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, dict):
+            inside = list(value.values())
+        if any(isinstance(x, nn.Parameter) and id(x) in layout for x in inside):
+            raise ShardError(
+                f"{type(module).__name__} {name or 'model'} keeps a parameter in its "
+                f"attribute {key!r} too, where it cannot be sharded",
+                fix="read parameters as self.<name> where they are used",
+            )
+
+
+def _take_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Let ``load_state_dict`` take whole tensors, each rank its part. Raises ShardError
+    for the part of another rank."""
+    for key in module.__dict__.get(AT_REST, {}):
+        name, resting = prefix + key, _torch.objects.own_parameters(module)[key]
+        whole = state_dict.get(name)
+        if isinstance(whole, DTensor):
+            _refuse_others_part(name, whole)
+        if (
+            isinstance(whole, torch.Tensor)
+            and isinstance(resting, DTensor)
+            and not isinstance(whole, DTensor)
+            and whole.shape == resting.shape
+        ):
+            part = part_held(resting, whole).contiguous()
+            state_dict[name] = with_part(resting, part)
+
+
+def _refuse_others_part(name: str, part: DTensor) -> None:
+    """Raise ShardError if a DTensor was unpickled that another rank had pickled: it
+    holds that rank's part, and the coordinates of its mesh say so."""
+    mesh, rank = part.device_mesh, dist.get_rank()
+    coordinates = mesh.get_coordinate()
+    here = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if coordinates is None or list(coordinates) == here:
+        return
+    if any(placement.is_shard() for placement in part.placements):
+        raise ShardError(
+            f"rank {rank} loads the part of {name} that rank "
+            f"{int(mesh.mesh[tuple(coordinates)])} saved",
+            where=user_line(),
+            fix="save by torch.distributed.checkpoint, or let rank 0 save whole "
+            "tensors: get_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True))",
+        )

@@ -1,9 +1,12 @@
 """Trace forward, backward and the optimizer's own ``step`` as one graph.
 
-In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an ATen
-graph in global shapes that gives the results and writes new parameters, buffers and
-optimizer state in place. Never: planning, compiling, a read of or change to a value of
-the user's.
+In: a forward on global parameters (``dynamo_graphs``), fakes of what it is called with,
+an optimizer, and what is done to gradients in between: those of earlier calls added,
+the scale of the loss taken out, the update left out where one is not finite, as
+``backward()`` called several times and ``torch.amp.GradScaler`` do. Out: an ATen graph
+in global shapes that gives the results and writes new parameters, buffers and optimizer
+state in place. Never: planning, compiling, a read of or change to a value of the
+user's.
 
 Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forward", the
 "backward" or the "update"; passes and code generation keep that.
@@ -11,38 +14,26 @@ Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
-from fxpar.errors import PlanError
-from fxpar.runtime.tracing import raised_at
-from fxpar.runtime.train_step.forward import (
-    Forward,
-    StepInput,
-    fake_of,
-    loss_of,
-    spec_of,
-)
-from fxpar.runtime.train_step.gradients import (
-    StepCall,
-    add_accumulated,
-    average,
-    unless,
-    unscale,
-)
-from fxpar.runtime.train_step.optimizer import (
+from fxpar.errors import OptionError, PlanError
+from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, spec_of
+from fxpar.features.train_step.optimizer import (
     NUMBER,
     Numbers,
     Slot,
     TracedComparison,
     TracedState,
+    attributes,
     choosing,
+    is_flag,
     is_number,
     refuse_changes,
     slots,
@@ -50,16 +41,150 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
-from fxpar.runtime.train_step.unseen_values import attributes, is_flag
-from fxpar.sharding.program import PHASE, phase_of
-
-# Keys in ``meta["custom"]`` of a node: the number that autograd gave it, and whether it
-# is an op of the forward inside a checkpointed region.
-_NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+from fxpar.graph.builder import keep_meta
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.tracing import raised_at
+from fxpar.sharding.program import PHASE, user_line
+from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
-class TracedStep:
+class GradientOptions:
+    """Holds what the user asks of a step."""
+
+    clip: float | None = None  # the largest global norm of the gradients
+    accumulate: int = 1  # how many calls an update takes the mean gradient of
+    # Scales the loss, where gradients may overflow.
+    scaler: torch.amp.GradScaler | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for values that are out of range or of a wrong type."""
+        clip, calls = self.clip, self.accumulate
+        if clip is not None and not (is_number(clip) and clip > 0):
+            raise OptionError(
+                f"clip cannot be {clip!r}", fix="give the largest norm, as clip=1.0"
+            )
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+            raise OptionError(
+                f"accumulate cannot be {calls!r}",
+                fix="give the number of calls per update, as accumulate=4",
+            )
+        if self.scaler is not None and not isinstance(
+            self.scaler, torch.amp.GradScaler
+        ):
+            raise OptionError(
+                f"scaler cannot be {self.scaler!r}",
+                fix="give a torch.amp.GradScaler",
+            )
+
+    @property
+    def has_scaler(self) -> bool:
+        """Return whether the loss is scaled, and an update left out if a gradient is
+        not finite."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """Holds what a step does in addition to forward and backward."""
+
+    options: GradientOptions  # what the user asks
+    updates: bool = True  # whether this is the last call before an update
+    # Positions of parameters whose gradients of earlier calls are inputs, and are
+    # written unless this is the last call.
+    accumulated: tuple[int, ...] = ()
+    averages: bool = False  # whether gradients become means over ranks
+
+
+def add_accumulated(
+    forward_args: Sequence[Any], accumulated: Mapping[int, torch.Tensor], write: bool
+) -> None:
+    """Add gradients of earlier calls, ``accumulated`` by position of the parameter;
+    ``write``: hold the sums for the next call."""
+    with torch.no_grad():
+        for i, before in accumulated.items():
+            gradient = forward_args[i].grad
+            total = before if gradient is None else before + gradient
+            forward_args[i].grad = total
+            if write and gradient is not None:
+                before.copy_(total)
+
+
+def average(
+    forward_args: Sequence[Any],
+    rest_specs: Mapping[int, Spec | None],
+    *,
+    in_parts: bool,
+) -> None:
+    """Make gradients means over the ranks of manual axes.
+
+    rests: by position of a trained parameter, its spec at rest, None for a plain
+    tensor. in_parts: average the gradients of sharded parameters, which stay sharded;
+    else those of the others.
+    """
+    with torch.no_grad():
+        for i, at_rest in rest_specs.items():
+            x = forward_args[i]
+            if x.grad is not None and in_parts == (at_rest is not None):
+                spec = str(at_rest or Spec.whole(x.dim()))
+                x.grad = torch.ops.fxpar.mean_over_ranks(x.grad, spec)
+
+
+def unscale(
+    forward_args: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
+) -> torch.Tensor:
+    """Divide all gradients by the scale, and return how many numbers in those of the
+    parameters at ``updated`` are not finite: a sum, which ranks add once for all of
+    them."""
+    with torch.no_grad():
+        inverse = scale.double().reciprocal().float()
+        bad = torch.zeros((), device=scale.device)
+        for i in updated:
+            gradient = forward_args[i].grad
+            if gradient is not None:
+                bad = bad + (~torch.isfinite(gradient)).float().sum()
+        for x in forward_args:
+            if isinstance(x, torch.Tensor) and x.is_leaf and x.grad is not None:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x.grad = (x.grad.to(wide) * inverse.to(wide)).to(x.dtype)
+        return bad
+
+
+@contextlib.contextmanager
+def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore tensors written inside to their old values if ``bad`` is positive."""
+    if bad is None:
+        yield
+        return
+    with torch.no_grad():
+        before = [
+            (x, x.detach().clone(), _torch.objects.version_of(x)) for x in written
+        ]
+        yield
+        for x, old, version in before:
+            if _torch.objects.version_of(x) != version:
+                x.copy_(torch.where(bad > 0, old, x))
+
+
+@dataclass
+class Findings:
+    """Collects what the trace of a step learns of it."""
+
+    count: int = 0  # results of the forward; the first is the loss
+    # Slots that the step gives new values.
+    result_slots: list[Slot] = field(default_factory=list)
+    # Values that the step gives whatever its inputs are.
+    fixed: dict[Slot, Any] = field(default_factory=dict)
+    # Comparisons that the optimizer made of numbers.
+    answers: list[TracedComparison] = field(default_factory=list)
+    # Numbers that the step changes though they are no inputs, so that it holds for one
+    # step only.
+    counted: set[Slot] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class TracedStep(Findings):
     """Is a traced step."""
 
     # Its inputs: those of the forward, ``read``, gradients of earlier calls and the
@@ -67,43 +192,11 @@ class TracedStep:
     # ``result_slots``, and, where the loss is scaled, a number that is positive if a
     # gradient is not finite.
     module: fx.GraphModule
-    # Slots of the optimizer that it reads.
-    read: tuple[Slot, ...]
-    # Name, kind and layout of each input.
-    ends: tuple[StepInput, ...]
-    # Fake values of its inputs.
-    fakes: tuple[Any, ...]
-    # Positions of inputs that it writes.
-    written: frozenset[int]
-    # Number of results of the forward; the first is the loss.
-    count: int
-    # Slots that it gives new values.
-    result_slots: tuple[Slot, ...]
-    # Global shapes of those values.
-    shapes: tuple[tuple[int, ...], ...]
-    # Comparisons that the optimizer made of numbers.
-    answers: tuple[TracedComparison, ...]
-    # Values that a step gives whatever its inputs are.
-    fixed: Mapping[Slot, Any]
-    # Numbers that a step changes though they are no inputs, so that it holds for one
-    # step only.
-    counted: frozenset[Slot]
-
-
-@dataclass
-class _Findings:
-    """Collects results of the trace of a step, as ``TracedStep`` holds them."""
-
-    # Results of the forward.
-    count: int = 0
-    # Slots that the step gives new values.
-    result_slots: list[Slot] = field(default_factory=list)
-    # Values that the step gives whatever its inputs are.
-    fixed: dict[Slot, Any] = field(default_factory=dict)
-    # Comparisons that the optimizer made of numbers.
-    answers: list[TracedComparison] = field(default_factory=list)
-    # Numbers that the step changes though they are no inputs.
-    counted: set[Slot] = field(default_factory=set)
+    read: tuple[Slot, ...]  # slots of the optimizer that it reads
+    ends: tuple[NamedInput, ...]  # name, kind and layout of each input
+    fakes: tuple[Any, ...]  # fake values of its inputs
+    written: frozenset[int]  # positions of inputs that it writes
+    shapes: tuple[tuple[int, ...], ...]  # global shapes of the new values
 
 
 def trace(
@@ -122,9 +215,9 @@ def trace(
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
-    mode, findings = _torch.fake.new_fake_mode(symbols=True), _Findings()
+    mode, findings = _torch.fake.new_fake_mode(symbols=True), Findings()
     read = _read(optimizer, places, numbers) if how.updates else {}
-    scales = [torch.ones((), device="cpu")] * how.scaled
+    scales = [torch.ones((), device="cpu")] * how.options.has_scaler
     extra_inputs = [*(args[i] for i in how.accumulated), *scales]
     fakes = [
         fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *extra_inputs)
@@ -137,7 +230,7 @@ def trace(
         scale = next(trailing, None)
         for i in forward.trained:
             forward_args[i] = forward_args[i].detach().requires_grad_()
-        results = _differentiate(forward, forward_args, how.calls, scale)
+        results = _differentiate(forward, forward_args, how.options.accumulate, scale)
         findings.count = len(results)
         rest_specs = {
             i: forward.ends[i].at_rest for i in forward.trained if how.averages
@@ -159,7 +252,7 @@ def trace(
                 places,
                 values,
                 numbers,
-                how.clip,
+                how.options.clip,
                 findings,
             )
         _stamp("update")
@@ -167,29 +260,27 @@ def trace(
 
     module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
-    _keep_meta(module)
+    keep_meta(module.graph)
     results = module.graph.output_node().args[0][findings.count :][
         : len(findings.result_slots)
     ]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
-    ends += [_gradient_end(forward.ends[i]) for i in how.accumulated]
-    ends += [StepInput("scaler.scale", "input")] * how.scaled
+    for parameter in (forward.ends[i] for i in how.accumulated):
+        name = f"gradient.{parameter.name}"
+        ends.append(NamedInput(name, "buffer", parameter.at_rest))
+    ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
     return TracedStep(
-        module,
-        tuple(read),
-        (*forward.ends, *ends),
-        tuple(fakes),
-        frozenset(
+        **vars(findings),
+        module=module,
+        read=tuple(read),
+        ends=(*forward.ends, *ends),
+        fakes=tuple(fakes),
+        written=frozenset(
             i
             for i, x in enumerate(fakes[: len(args) + len(read)])
             if isinstance(x, torch.Tensor) and _torch.objects.version_of(x)
         ),
-        findings.count,
-        tuple(findings.result_slots),
-        tuple(tuple(node.meta["val"].shape) for node in results),
-        tuple(findings.answers),
-        findings.fixed,
-        frozenset(findings.counted),
+        shapes=tuple(tuple(node.meta["val"].shape) for node in results),
     )
 
 
@@ -223,32 +314,6 @@ def _tidy(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
-
-
-def _keep_meta(module: fx.GraphModule) -> None:
-    """Keep what must not be overwritten when the graph is traced again, without
-    autograd: the numbers that autograd gives ops, and which ops of the forward are in
-    checkpointed regions. AOTAutograd (2.13) would compute these again itself, before
-    anything is planned, and refuses random ops."""
-    for node in module.graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if "seq_nr" in node.meta:
-            custom = custom | {_NUMBER: node.meta["seq_nr"]}
-        if node.meta.pop("recompute", None) and phase_of(node) == "forward":
-            custom = custom | {_CHECKPOINTED: True}
-        node.meta["custom"] = custom
-
-
-def restore_meta(graph: fx.Graph) -> None:
-    """Give nodes of a step the numbers that autograd gave them, by which a backward op
-    is known to differentiate a forward one, and the tags of checkpointed regions. In
-    place."""
-    for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if _NUMBER in custom:
-            node.meta["seq_nr"] = custom[_NUMBER]
-        if _CHECKPOINTED in custom:
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _stamp(phase: str) -> None:
@@ -288,6 +353,27 @@ def _differentiate(
     return [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
 
 
+def loss_of(results: Any, forward: Forward) -> torch.Tensor:
+    """Return the first result. Raises PlanError if it is no scalar with a gradient."""
+    loss = results[0] if results else None
+    what = "what loss_fn gives first is the loss: "
+    where = user_line(forward.module.graph.output_node().all_input_nodes[0])
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)
+        raise PlanError(
+            f"{what}it should be a scalar, and is {shape}",
+            where=where,
+            fix="reduce it: loss.mean()",
+        )
+    if not loss.requires_grad:
+        raise PlanError(
+            f"{what}it depends on no parameter that requires a gradient",
+            where=where,
+            fix="compute it from the model's outputs, without detach or no_grad",
+        )
+    return loss
+
+
 def _update(
     forward: Forward,
     forward_args: Sequence[Any],
@@ -296,7 +382,7 @@ def _update(
     inputs: Mapping[Slot, torch.Tensor],
     numbers: Mapping[Slot, Any],
     clip: float | None,
-    findings: _Findings,
+    findings: Findings,
 ) -> list[torch.Tensor]:
     """Clip and let the optimizer step; return new values it does not write in place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -358,7 +444,7 @@ def _results(
     inputs: Mapping[Slot, torch.Tensor],
     values: Mapping[Slot, Any],
     numbers: Mapping[Slot, Any],
-    findings: _Findings,
+    findings: Findings,
 ) -> list[torch.Tensor]:
     """Write state that is an input, and return the other values of the stand-in that
     differ from those it was given (``values``)."""
@@ -366,7 +452,8 @@ def _results(
     for slot, x in slots_of(double, stand_ins).items():
         before = values.get(slot)
         if slot in numbers:
-            if _is_changed(x, before):
+            is_other = x is not before
+            if is_other or _torch.objects.version_of(x) > 0:
                 findings.result_slots.append(slot)
                 new_values.append(as_tensor(x).to(NUMBER))
         elif not isinstance(x, torch.Tensor):
@@ -381,30 +468,20 @@ def _results(
     return new_values
 
 
-def _is_changed(x: Any, before: Any) -> bool:
-    """Return whether a number was replaced or written to."""
-    return x is not before or _torch.objects.version_of(x) > 0
-
-
 def _end(
     slot: Slot,
     x: Any,
     forward: Forward,
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
-) -> StepInput:
+) -> NamedInput:
     """Return the input for a slot: state has its parameter's name, and its own spec."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
         name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
-        return StepInput(name, "buffer", spec_of(x))
+        return NamedInput(name, "buffer", spec_of(x))
     group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
-    return StepInput(f"optimizer{group}.{key}", "input")
-
-
-def _gradient_end(parameter: StepInput) -> StepInput:
-    """Return the input for a gradient of earlier calls, split like its parameter."""
-    return StepInput(f"gradient.{parameter.name}", "buffer", parameter.at_rest)
+    return NamedInput(f"optimizer{group}.{key}", "input")
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

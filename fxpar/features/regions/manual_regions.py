@@ -1,9 +1,10 @@
-"""traced -> traced: checks manual regions and names their collectives.
+"""Steps of the pipeline: check manual regions, name their collectives, and show bodies.
 
 In: a joint graph whose manual regions (``region_ops``) have functional collectives with
 an axis for the group. Out: the same graph with ``fxpar::collective`` for each of them,
-on the dim it is meant for, and regions numbered in order. Never: accepts a region that
-``check_regions`` finds wrong.
+on the dim it is meant for, and regions numbered in order; bodies of branches and loops
+are values of its nodes, loops have a known number of steps. Never: accepts a region
+that ``check_regions`` finds wrong; a difference between ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import MeshError, RegionError
+from fxpar.errors import MeshError, PlanError, RegionError
+from fxpar.features.regions.check_regions import check_regions, scale_equal
+from fxpar.features.regions.region_bodies import keep_bodies
+from fxpar.graph import graph_bodies
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.region_ops import EDGES
-from fxpar.passes.regions.check_regions import check_regions, scale_equal
-from fxpar.passes.regions.region_bodies import keep_bodies
+from fxpar.passes.simulate.loop_steps import count_steps
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
@@ -32,38 +36,34 @@ c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
 
-def absorb_regions(
-    graph: fx.Graph,
-    fake_mode: Any,
-    mesh: Mesh,
-    *,
-    bodies: Sequence[int] = (),
-    is_open: bool = False,
-) -> None:
-    """Check the manual regions of a graph for a mesh, and name their collectives, in
-    place. ``bodies``: those that are kept (``keep_bodies``). ``is_open``: the mesh is
-    still to be chosen.
+def absorb_regions(graph: fx.Graph, state: JointState) -> None:
+    """Check the manual regions of a graph for its mesh, and name their collectives, in
+    place.
 
-    Raises RegionError, MeshError if a region was traced for another mesh, or for none.
+    Raises PlanError for open sizes; RegionError; MeshError if the mesh is still to be
+    chosen, or a region was traced for another mesh, or for none.
     """
-    _check_bodies(graph)
+    request = state.request
     edge = next((node for node in graph.nodes if node.target in EDGES), None)
+    if edge is not None and state.open:
+        raise PlanError("manual regions need fixed sizes")
+    _check_bodies(graph)
     if edge is None:
         return
-    if is_open:
+    if request.meshes:
         raise MeshError(
             "a manual region needs a mesh with names, and this mesh is chosen by "
             "the search",
             where=user_line(edge),
             fix='name the mesh: FXPAR_MESH="dp=2,tp=4"',
         )
-    build = Builder(graph, fake_mode)
-    keep_bodies(graph, bodies)
-    _number(graph, mesh)
-    _name_collectives(build, mesh)
+    build = Builder(graph, state.fake_mode)
+    keep_bodies(graph, request.bodies)
+    _number(graph, request.mesh)
+    _name_collectives(build, request.mesh)
     _join_moves(build)
-    varying = check_regions(graph, mesh)
-    scale_equal(build, varying, mesh)
+    varying = check_regions(graph, request.mesh)
+    scale_equal(build, varying, request.mesh)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -91,9 +91,10 @@ def raise_refused(gm: fx.GraphModule) -> None:
                 raise RegionError(what, where=user_line(node), fix=fix)
 
 
-def on_one_rank(graph: fx.Graph) -> None:
-    """Take manual regions out of a Dynamo graph for one rank, in place: it has all
-    values, and sends nothing."""
+def on_one_rank(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take hints and manual regions out of a graph for one rank, in place: it has all
+    values, and sends nothing. Returns it."""
+    graph = gm.graph
     keep_bodies(graph)
     edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
     axes = {axis for node in edges for axis in node.args[3].split("+")}
@@ -103,10 +104,12 @@ def on_one_rank(graph: fx.Graph) -> None:
             for wait in [n for n in node.users if n.target is c10d.wait_tensor]:
                 wait.replace_all_uses_with(node.args[0])
                 graph.erase_node(wait)
-        elif target not in (*EDGES, ours.collective.default):
+        elif target not in (*EDGES, ours.collective.default, ours.constrain.default):
             continue
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 def _overload(target: Any) -> Any:
@@ -288,3 +291,16 @@ def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     if not same or starts != list(range(0, whole, size)) or target == dim:
         return None
     return x, dim, target % x.meta["val"].dim()
+
+
+def show_bodies(graph: fx.Graph, state: JointState) -> None:
+    """Give nodes of bodies of branches and loops these bodies as values.
+    Raises PlanError if sizes are open and there are bodies."""
+    graph_bodies.show_bodies(graph, graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, graph.nodes)):
+        raise PlanError("branches and loops need fixed sizes")
+
+
+def count_loop_steps(graph: fx.Graph, state: JointState) -> None:
+    """Give loops a known number of steps, in place."""
+    count_steps(graph, state.fake_mode)

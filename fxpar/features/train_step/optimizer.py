@@ -2,8 +2,11 @@
 
 In: a ``torch.optim.Optimizer``. Out: the tensors and numbers its step reads, by name,
 and a stand-in of the same class that holds traced values in their place, whose own
-``step`` is then traced. Never: a change to the user's optimizer, except that
-``prepare`` makes the state of its first step and ``write`` puts values.
+``step`` is then traced; its plain values as text, which belong to what was traced; and
+an error for what could change with no sign: tensors and optimizers among its
+attributes, tensors in a dict of its state, state that is of no parameter. Never: a
+change to the user's optimizer, except that ``prepare`` makes the state of its first
+step and ``write`` puts values.
 
 A number may be traced as a 0-dim float64 tensor, so that another value needs no other
 graph. ``Numbers`` lets torch functions take such tensors where they take numbers, and
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import functools
 import inspect
 import operator
@@ -25,18 +29,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
 from fxpar._torch.objects import parameters_of
 from fxpar.errors import PlanError
-from fxpar.runtime.train_step.unseen_values import (
-    copied_attributes,
-    is_flag,
-    refuse_inside,
-    text_of,
-    unseen,
-)
 
 # The precision that Python computes in.
 NUMBER = torch.float64
@@ -53,14 +51,10 @@ _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
 class Slot:
     """Says where an optimizer keeps a value."""
 
-    # "group" or "state".
-    place: str
-    # Position of the group, or of the parameter in the order of the groups.
-    index: int
-    # Key of the value there, as "lr" or "exp_avg".
-    key: str
-    # Position in a tuple, as of ``betas``.
-    item: int | None = None
+    place: str  # "group" or "state"
+    index: int  # position of the group, or of the parameter in the order of the groups
+    key: str  # key of the value there, as "lr" or "exp_avg"
+    item: int | None = None  # position in a tuple, as of ``betas``
 
 
 def is_number(x: Any) -> bool:
@@ -176,8 +170,7 @@ class TracedState:
     # Parameters with a gradient, None for the others, in the order of
     # ``parameters_of(optimizer)``.
     parameters: Sequence[torch.Tensor | None]
-    # By slot.
-    values: Mapping[Slot, torch.Tensor]
+    values: Mapping[Slot, torch.Tensor]  # by slot
 
 
 def stand_in(
@@ -292,14 +285,10 @@ _COMPARISONS = {
 class TracedComparison:
     """Is a comparison of a number of an optimizer, which a traced step relies on."""
 
-    # Where the number is kept.
-    slot: Slot
-    # As module ``operator`` names it: "lt".
-    relation: str
-    # The other side of the comparison.
-    other: Any
-    # The answer when it was traced.
-    holds: bool
+    slot: Slot  # where the number is kept
+    relation: str  # as module ``operator`` names it: "lt"
+    other: Any  # the other side of the comparison
+    holds: bool  # the answer when it was traced
 
     def has_same_answer(self, value: Any) -> bool:
         """Return whether the comparison has the same answer for another ``value``."""
@@ -422,3 +411,117 @@ def _is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__int__")
     return name.endswith("_")
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+def is_flag(x: Any) -> bool:
+    """Return whether a value is a flag, for which a graph is traced, and no number."""
+    return isinstance(x, (bool, str, type(None)))
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return plain values that the object itself keeps, as text; a step that changes
+    one, such as a counter, cannot be traced once for all steps."""
+    return {key: text_of(value) for key, value in _own(optimizer).items()}
+
+
+def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes, with copies of containers, which may be written to."""
+    return vars(optimizer) | {k: _copied(x) for k, x in _own(optimizer).items()}
+
+
+def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError for values that a step may read and write unseen."""
+    kind = type(optimizer).__name__
+    for key, value in _own(optimizer).items():
+        for x in _leaves(value):
+            if isinstance(x, (torch.Tensor, torch.optim.Optimizer, nn.Module)):
+                raise PlanError(
+                    f"{kind} keeps an object of {type(x).__name__} in its attribute "
+                    f"{key!r}, where fxpar.train_step does not see what its step does "
+                    "to it",
+                    fix="keep tensors in the state of a parameter, or in a group; "
+                    "give fxpar.train_step the optimizer inside, or torch.compile the "
+                    "model and call optimizer.step()",
+                )
+    ids = set(map(id, parameters_of(optimizer)))
+    for p, state in optimizer.state.items():
+        if id(p) not in ids or not isinstance(state, dict):
+            raise unseen(
+                optimizer, f"keeps state that belongs to no parameter, {_name(p)}"
+            )
+        for key, value in state.items():
+            refuse_inside(optimizer, key, value)
+
+
+def refuse_inside(optimizer: torch.optim.Optimizer, key: str, value: Any) -> None:
+    """Raise PlanError if a value of the state has tensors further inside than the items
+    of a tuple."""
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    for x in items:
+        if isinstance(x, _CONTAINERS) and any(
+            isinstance(leaf, torch.Tensor) for leaf in _leaves(x)
+        ):
+            raise unseen(optimizer, f"keeps tensors inside of {key!r} of its state")
+
+
+def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
+    """Return the error for an optimizer whose step ``does`` what no graph can."""
+    return PlanError(
+        f"the step of {type(optimizer).__name__} {does}, which a graph of it cannot",
+        fix="keep a tensor, or a number, under each key of the state of a parameter, "
+        "or torch.compile the model and call optimizer.step()",
+    )
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a plain value, or of plain values in containers; for anything
+    else the name of its class."""
+    if isinstance(value, Mapping):
+        pairs = (f"{text_of(k)}: {text_of(x)}" for k, x in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    if isinstance(value, _CONTAINERS):
+        return f"[{', '.join(map(text_of, value))}]"
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes of its class, without those of every optimizer of torch."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _torch.objects.OPTIMIZER_ATTRIBUTES
+    }
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in a container, at any depth, keys included."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, _CONTAINERS):
+        for x in value:
+            yield from _leaves(x)
+    else:
+        yield value
+
+
+def _copied(value: Any) -> Any:
+    """Return a value, with copies of the dicts, lists and sets in it."""
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        twin.update({key: _copied(x) for key, x in value.items()})
+        return twin
+    if isinstance(value, list):
+        items = copy.copy(value)
+        items[:] = map(_copied, value)
+        return items
+    return copy.copy(value) if isinstance(value, set) else value
+
+
+def _name(x: Any) -> str:
+    return repr(x) if isinstance(x, _PLAIN) else f"an object of {type(x).__name__}"

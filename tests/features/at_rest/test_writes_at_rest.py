@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fxpar
 from fxpar.errors import ShardError
-from fxpar.runtime.at_rest.global_values import gathered
+from fxpar.features.at_rest.dtensor_ops import gathered
 from tests.helpers.spawn import ranks_of
 
 pytestmark = pytest.mark.multiprocess

@@ -26,8 +26,11 @@ from fxpar.errors import (
     OptionError,
     ShardError,
 )
-from fxpar.runtime.at_rest.homes import HOME, Home
-from fxpar.runtime.at_rest.shard import is_sharded
+from fxpar.features.at_rest.homes import (
+    Home,
+)
+from fxpar.features.at_rest.shard import is_sharded
+from fxpar.runtime.ranks.groups import HOME
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole
 

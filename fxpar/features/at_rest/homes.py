@@ -19,33 +19,25 @@ from torch import nn
 
 from fxpar import _torch
 from fxpar.errors import ShardError
+from fxpar.runtime.ranks.groups import OnMesh
 
-HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
-class Home:
-    """Holds what all sharded parameters of one model share, read while it is traced."""
+class Home(OnMesh):
+    """Holds what all sharded parameters of one model share, read while it is traced.
+    ``HOME`` of adopted modules and their parameters."""
 
-    # As ``FXPAR_MESH`` takes it.
-    mesh: str
-    # Axes that the batch is split over.
-    batch: tuple[str, ...]
+    batch: tuple[str, ...]  # axes that the batch is split over
     # As the option of this name; None if it is not set.
     param_dtype: torch.dtype | None = None
-    # As the option of this name, as text; "" if it is not set.
-    reduce_dtype: str = ""
-    # Whether the code is inside ``no_sync``.
-    waiting: bool = False
-    # Whether gradients of earlier steps wait to be reduced.
-    unreduced: bool = False
-    # Whether parameters have the hooks that reduce them.
-    hooked: bool = False
-    # Whether each rank feeds its own part of the batch.
-    local: bool = False
+    reduce_dtype: str = ""  # as the option of this name, as text; "" if it is not set
+    waiting: bool = False  # whether the code is inside ``no_sync``
+    unreduced: bool = False  # whether gradients of earlier steps wait to be reduced
+    hooked: bool = False  # whether parameters have the hooks that reduce them
     # The last read of each parameter by eager code, until the forward ends: by the id
     # of the parameter, or by the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
@@ -54,16 +46,13 @@ class Home:
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
-    # Whether all shards of each parameter have equal shapes.
-    is_even: bool = True
+    is_even: bool = True  # whether all shards of each parameter have equal shapes
     # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
         default_factory=weakref.WeakValueDictionary
     )
     # The Homes of the model and of its copies, in order of creation.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
-    # The round of ranks in which its model was sharded, the same on all of them.
-    round: int = 0
     # The number by which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
@@ -89,18 +78,13 @@ class Home:
 class EagerRead:
     """Records that eager code read a parameter's global value, and may not write it."""
 
-    # "Class.name" of the parameter.
-    parameter: str
-    # Where the user's code read it.
-    line: str
-    # The global value, while it is alive.
-    value: weakref.ref[torch.Tensor]
-    # The value's memory when it was read, as ``memory_of`` numbers it.
-    memory: int
+    parameter: str  # "Class.name" of the parameter
+    line: str  # where the user's code read it
+    value: weakref.ref[torch.Tensor]  # the global value, while it is alive
+    memory: int  # the value's memory when it was read, as ``memory_of`` numbers it
     # Shares the count of writes to the global value, and holds none of its memory.
     counter: torch.Tensor
-    # The count of writes when it was read.
-    writes: int
+    writes: int  # the count of writes when it was read
 
     @staticmethod
     def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
@@ -136,14 +120,10 @@ def live_homes() -> list[Home]:
 class ParameterAtRest:
     """Holds the layout of a parameter at rest, and the hint on its use in programs."""
 
-    # Shape of the global value.
-    shape: tuple[int, ...]
-    # Spec of the shards, as text.
-    spec: str
-    # A hint as ``constrain`` takes it; "" if there is none.
-    hint: str
-    # First name of the parameter in its model.
-    name: str
+    shape: tuple[int, ...]  # shape of the global value
+    spec: str  # spec of the shards, as text
+    hint: str  # a hint as ``constrain`` takes it; "" if there is none
+    name: str  # first name of the parameter in its model
 
 
 def refuse_writes(home: Home, *, ends: bool = True) -> None:

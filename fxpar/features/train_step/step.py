@@ -1,12 +1,12 @@
 """Run a whole training step as one compiled program: ``fxpar.train_step``.
 
 In: a model, a loss function, an optimizer. Out: a callable that runs forward, backward
-and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
-forward, with its guards, so that what it read in Python is checked at every call; the
-graph it hands over is traced again with its backward and the optimizer's own ``step``
-(``trace``), and goes through the pipeline of any graph. Never: another optimizer object
-or class, so that ``state_dict``, schedulers and eager steps in between see the same
-objects.
+and update on the user's own parameters, buffers and optimizer state; an error for what
+one program would not do as separate calls do. Dynamo traces the forward, with its
+guards, so that what it read in Python is checked at every call; the graph it hands over
+is traced again with its backward and the optimizer's own ``step`` (``trace``), and goes
+through the pipeline of any graph. Never: another optimizer object or class, so that
+``state_dict``, schedulers and eager steps in between see the same objects.
 
 A graph is kept for what it was traced with: the shapes of the forward, which state
 there is, and the settings of the groups. The learning rate is an input from the start;
@@ -15,7 +15,7 @@ any other number becomes one when it is first seen to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,42 +25,43 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar._torch.objects import parameters_of
+from fxpar.compilation import compile_graph, compile_plain, is_plain
 from fxpar.errors import (
     PlanError,
     warn,
 )
-from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.compiled_graph import refusing_data
-from fxpar.runtime.ranks.presence import is_alone
-from fxpar.runtime.shard_map import traced_for
-from fxpar.runtime.train_step.forward import (
-    Forward,
-    fake_of,
-    globally,
-    reached,
-    refuse_hooks,
-    refuse_shared_memory,
-    spec_of,
-)
-from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
-from fxpar.runtime.train_step.optimizer import (
+from fxpar.features.at_rest.crossings import with_part
+from fxpar.features.at_rest.dtensor_ops import orthogonalize_whole
+from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
+from fxpar.features.regions.manual_regions import on_one_rank
+from fxpar.features.regions.shard_map import traced_for
+from fxpar.features.train_step.optimizer import (
     Slot,
+    attributes,
     is_number,
     prepare,
     refuse,
+    refuse_unseen,
     slots,
     write,
 )
-from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
-from fxpar.runtime.train_step.unseen_values import attributes, refuse_unseen
+from fxpar.features.train_step.trace import (
+    GradientOptions,
+    StepCall,
+    TracedStep,
+    as_tensor,
+    loss_of,
+    trace,
+)
+from fxpar.passes.repeated_segments import repeated_segments
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.compiled_graph import refusing_data
+from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
-# Compiles a traced step; given the specs that results must have, by position.
-Compile = Callable[[TracedStep, Mapping[int, Spec]], Callable[..., Any]]
 # The Dynamo backend that hands graphs to ``TrainStep.stage``.
 Backend = Callable[["TrainStep"], Callable[..., Any]]
 
@@ -75,8 +76,8 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         options: GradientOptions,
         backend: Backend,
-        mesh: Callable[[], Mesh | None] = lambda: None,
-        begin: Callable[[], None] = lambda: None,
+        mesh: Callable[[], Mesh | None],
+        begin: Callable[[], None],
     ) -> None:
         """Prepare the step. ``begin`` is called before each step."""
         refuse(optimizer)
@@ -125,32 +126,21 @@ class TrainStep:
         return results
 
     def stage(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        inputs: Sequence[NamedInput],
-        compile_step: Compile,
-        *,
-        averages: bool,
+        self, job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
     ) -> Callable[..., Any]:
         """Return what to run for a forward that Dynamo traced, on concrete shapes.
-
-        ``examples``: values of its inputs. ``averages``: whether updates take the means
-        of gradients over ranks.
-        """
-        forward = globally(gm, inputs, examples)
+        ``examples``: values of its inputs."""
+        forward = globally(gm, job.named_inputs, examples)
         forward = replace(forward, kinds=tuple(repeated_segments(forward.module)))
-        return _Stage(self, forward, examples, compile_step, averages)
+        return _Stage(self, forward, examples, job)
 
 
 @dataclass(frozen=True)
 class _Variant:
     """Is a compiled step."""
 
-    # The traced step.
-    step: TracedStep
-    # The work of the step in addition to forward and backward.
-    how: StepCall
+    step: TracedStep  # the traced step
+    how: StepCall  # the work of the step in addition to forward and backward
     # The compiled step, called with this rank's parts of its inputs.
     run: Callable[..., Any]
 
@@ -163,11 +153,9 @@ class _Stage:
         owner: TrainStep,
         forward: Forward,
         examples: Sequence[Any],
-        compile_step: Compile,
-        averages: bool,
+        job: CompileJob,
     ) -> None:
-        self.owner, self.forward, self.compile = owner, forward, compile_step
-        self.averages = averages
+        self.owner, self.forward, self.job = owner, forward, job
         mode = _torch.fake.new_fake_mode(symbols=True)
         self.examples = [fake_of(x, mode) for x in examples]
         with refusing_data(forward.module):
@@ -220,10 +208,8 @@ class _Stage:
                 "torch.compile the model and call optimizer.step()",
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
-        calls, scales = options.accumulate, options.has_scaler
-        return StepCall(
-            options.clip, calls, updates, tuple(accumulated), scales, self.averages
-        )
+        averages = self.job.ranks.manual is not None
+        return StepCall(options, updates, tuple(accumulated), averages)
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Map a parameter's position in the optimizer to that among the inputs."""
@@ -299,11 +285,24 @@ class _Stage:
             spec = spec_of(self._holder(slot, shape))
             if spec is not None:
                 rest_specs[step.count + k] = spec
-        variant = _Variant(step, how, self.compile(step, rest_specs))
+        variant = _Variant(step, how, self._compiled(step, rest_specs))
         self.variants.setdefault(self._key(slot_values, places, how), []).append(
             variant
         )
         return variant
+
+    def _compiled(
+        self, step: TracedStep, rest_specs: Mapping[int, Spec]
+    ) -> Callable[..., Any]:
+        """Return the checked, compiled function of a traced step. ``rest_specs``: those
+        that results must have, by position."""
+        job = self.job
+        if is_plain(job.options, job.ranks):
+            plain = on_one_rank(step.module)
+            compiled: Callable[..., Any] = compile_plain(plain, step.fakes, job.options)
+            return compiled
+        job = replace(job, named_inputs=step.ends, rest_specs=rest_specs, writes=True)
+        return compile_graph(job, step.module, step.fakes)
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
         """Return the sharded parameter whose spec new state of a shape has, or None."""
@@ -375,10 +374,11 @@ class _Stage:
         """Run a variant on this rank's parts, update the optimizer, and return the
         results of the forward."""
         step, how, owner = variant.step, variant.how, self.owner
+        scales = owner.options.has_scaler
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
             state = [as_tensor(slot_values[slot]) for slot in step.read]
-            scale = [_scale_of(owner.options.scaler, args)] if how.scaled else []
+            scale = [_scale_of(owner.options.scaler, args)] if scales else []
             results = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
         if how.updates:
             owner.gradients = {}
@@ -389,7 +389,7 @@ class _Stage:
                 if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if not (how.scaled and self._has_overflowed(results[-1])):
+            if not (scales and self._has_overflowed(results[-1])):
                 self._updated(step, results, slot_values)
         return tuple(results[: step.count])
 
@@ -427,16 +427,7 @@ class _Stage:
         if is_number(before):
             return type(before)(x.item())
         holder = self._holder(slot, shape)
-        if holder is None:
-            return x
-        return DTensor.from_local(
-            x,
-            holder.device_mesh,
-            holder.placements,
-            run_check=False,
-            shape=holder.shape,
-            stride=holder.stride(),
-        )
+        return x if holder is None else with_part(holder, x)
 
 
 def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
@@ -448,3 +439,83 @@ def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
 def _part(x: Any) -> Any:
     """Return this rank's part of a DTensor; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
+    """Return the positions of the trained parameters that the loss depends on, found
+    without computing.
+
+    Raises PlanError if the loss is no scalar, or depends on none.
+    """
+    mode = _torch.fake.new_fake_mode(symbols=True)
+    fakes = [fake_of(x, mode) for x in args]
+    with mode, torch.enable_grad():
+        for i in forward.trained:
+            fakes[i].requires_grad_()
+        results = _torch.traced_once.run_each(forward.module, forward.kinds, *fakes)
+        loss = loss_of(results, forward)
+    ids = {id(fakes[i]): i for i in forward.trained}
+    positions, seen, functions = set(), set(), [loss.grad_fn]
+    while functions:
+        function = functions.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        positions.add(ids.get(id(getattr(function, "variable", None)), -1))
+        functions += [before for before, _ in function.next_functions]
+    return positions - {-1}
+
+
+def refuse_shared_memory(
+    ends: Sequence[NamedInput], args: Sequence[Any], written: Collection[int]
+) -> None:
+    """Raise PlanError if an input that a step writes shares memory with another: a
+    graph takes each as a separate value, so the other would not change with it."""
+    extents = [_extent(x) for x in args]
+    for i in sorted(written):
+        for j, extent in enumerate(extents):
+            if i == j or not _has_overlap(extents[i], extent):
+                continue
+            raise PlanError(
+                f"{ends[i].name} and {ends[j].name} share memory, and the step writes "
+                f"to {ends[i].name}",
+                fix="keep one of them, and take the other from it in the forward, or "
+                "torch.compile the model and call optimizer.step()",
+            )
+
+
+def _extent(x: Any) -> tuple[int, int, int] | None:
+    """Return storage, first and last element's address in bytes; None if empty."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, torch.Tensor) or not x.numel():
+        return None
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return x.untyped_storage().data_ptr(), first, first + reach * x.element_size()
+
+
+def _has_overlap(
+    a: tuple[int, int, int] | None, b: tuple[int, int, int] | None
+) -> bool:
+    """Return whether two extents share memory."""
+    return (
+        a is not None
+        and b is not None
+        and a[0] == b[0]
+        and a[1] <= b[2]
+        and b[1] <= a[2]
+    )
+
+
+def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
+    """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
+    graph. Hooks of ``fxpar.no_sync`` are allowed, as they have nothing to do here."""
+    for i in forward.trained:
+        hooks = _torch.objects.gradient_hooks(args[i])
+        if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
+            raise PlanError(
+                f"parameter {forward.ends[i].name} has a hook on its gradient, which "
+                "fxpar.train_step does not show",
+                fix="remove the hook, or torch.compile the model and call "
+                "optimizer.step()",
+            )

@@ -26,9 +26,9 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
+from fxpar.features.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
+from fxpar.features.regions.check_regions import FUNCTIONAL
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
-from fxpar.passes.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
-from fxpar.passes.regions.check_regions import FUNCTIONAL
 from fxpar.runtime.ranks.groups import join
 from fxpar.runtime.tracing import raised_at, users_line
 from fxpar.sharding.mesh import Mesh
@@ -145,10 +145,8 @@ def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
 class _Open:
     """Is a region whose function is being traced, or is running on one rank."""
 
-    # None: every axis has one rank.
-    mesh: Mesh | None
-    # Axes of the mesh that the function runs over.
-    axes: tuple[str, ...]
+    mesh: Mesh | None  # None: every axis has one rank
+    axes: tuple[str, ...]  # axes of the mesh that the function runs over
 
 
 class _Regions:
@@ -341,7 +339,7 @@ def _chosen(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a region with these bodies: all are traced, one is kept later
-    (``passes.regions.region_bodies``). On one rank the first runs."""
+    (``features.regions.region_bodies``). On one rank the first runs."""
     number = _fork() if len(bodies) > 1 and torch.compiler.is_compiling() else -1
     if number < 0:
         return _mapped(*bodies[0], over, args, kwargs)

@@ -4,18 +4,21 @@ In: a module, its ``Home`` and its ``ParameterAtRest``s. Out: ``adopt`` gives it
 subclass of its own class, in which each sharded parameter is a property: inside a
 forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
-``state_dict``) it is the DTensor parameter itself. Never: a decision on a layout, which
-``parameter_layouts`` makes.
+``state_dict``) it is the DTensor parameter itself. Its methods handle what a user does
+to the module: a parameter that is replaced, a module that is converted, copied or
+pickled. Never: a decision on a layout, which ``parameter_layouts`` makes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,18 +26,19 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.graph.custom_ops import unreduced
-from fxpar.runtime.at_rest import module_changes
-from fxpar.runtime.at_rest.homes import (
+from fxpar.features.at_rest.crossings import layout_of
+from fxpar.features.at_rest.homes import (
     AT_REST,
-    HOME,
     Home,
     ParameterAtRest,
     note_read,
     refuse_writes,
 )
+from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.ranks import mean_gradients as reduce
+from fxpar.runtime.ranks.groups import HOME
 from fxpar.runtime.ranks.presence import is_alone, user_line
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 
@@ -62,10 +66,10 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
         members |= _torch.dynamo.recurrent_members(cls)
     if root:
         members["forward"] = _casting(members.get("forward") or cls.forward)
-    members["register_parameter"] = module_changes.guarded(cls)
-    members["_apply"] = module_changes.converted(cls)
-    members["__deepcopy__"] = module_changes.copied(cls)
-    members["__reduce_ex__"] = module_changes.reduced(cls)
+    members["register_parameter"] = guarded(cls)
+    members["_apply"] = converted(cls)
+    members["__deepcopy__"] = copied(cls)
+    members["__reduce_ex__"] = reduced(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
     return type(cls.__name__, (cls,), members)
@@ -148,28 +152,12 @@ def _counting_writes() -> Iterator[None]:
 
 def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:
     """Return the global value of a parameter, differentiable to its part."""
+    layout = list(at_rest.shape), at_rest.spec, at_rest.hint, home.mesh
+    how = home.reduce_dtype, home.number
     if home.batch and (home.waiting or home.unreduced):
-        whole = to_global_unreduced(
-            parameter,
-            list(at_rest.shape),
-            at_rest.spec,
-            at_rest.hint,
-            home.mesh,
-            "+".join(home.batch),
-            home.reduce_dtype,
-            home.number,
-        )
+        whole = to_global_unreduced(parameter, *layout, "+".join(home.batch), *how)
     else:
-        whole = torch.ops.fxpar.to_global(
-            parameter.to_local(),
-            list(at_rest.shape),
-            at_rest.spec,
-            at_rest.hint,
-            home.mesh,
-            "",
-            home.reduce_dtype,
-            home.number,
-        )
+        whole = torch.ops.fxpar.to_global(parameter.to_local(), *layout, "", *how)
     if home.param_dtype is not None and whole.is_floating_point():
         whole = whole.to(home.param_dtype)
     return whole
@@ -226,3 +214,118 @@ def _is_in_forward() -> bool:
 
 
 _CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})  # of nn.Module
+
+
+def guarded(cls: type) -> Callable[..., None]:
+    """Return a ``register_parameter`` that keeps a plain parameter from replacing a
+    sharded one: an optimizer and a checkpoint know the old one. Another sharded
+    parameter, as one of a layer it is tied to, is read in its own layout."""
+
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        infos = self.__dict__.get(AT_REST, {})
+        if name in infos and param is not None:
+            home = self.__dict__[HOME]
+            if not isinstance(param, DTensor) or not _is_part(param, home):
+                raise ShardError(
+                    f"parameter {name!r} of a {cls.__name__} is replaced after "
+                    "fxpar.shard",
+                    where=user_line(),
+                    fix="replace it before fxpar.shard; or copy values in, with "
+                    "load_state_dict",
+                )
+            _, layout = layout_of(param)
+            self.__dict__[AT_REST] = infos | {
+                name: replace(infos[name], shape=tuple(param.shape), spec=str(layout))
+            }
+            if self._parameters.get(name) is not param:
+                home.movable.discard(infos[name].name)
+            setattr(param, HOME, home)
+        cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    return register_parameter
+
+
+def _is_part(parameter: DTensor, home: Home) -> bool:
+    """Return whether a parameter is sharded on the mesh of a model."""
+    mesh, spec = layout_of(parameter)
+    return mesh.sizes == Mesh.parse(home.mesh).sizes and not spec.partial
+
+
+def converted(cls: type) -> Callable[..., nn.Module]:
+    """Return the ``_apply`` that ``to``, ``half`` and others call. torch replaces
+    parameters that are DTensors, but none to which compiled code has a weak reference;
+    the new ones keep the attributes of the old, as plain parameters do."""
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        own = _torch.objects.own_parameters(self)
+        attributes_of = {name: {**vars(p)} for name, p in own.items() if p is not None}
+        try:
+            result = cls._apply(self, *args, **kwargs)  # type: ignore[attr-defined]
+            for name, attributes in attributes_of.items():
+                vars(own[name]).update(attributes)
+            return cast(nn.Module, result)
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise ShardError(
+                f"parameters of a {cls.__name__} that fxpar.shard split are converted "
+                "after a compiled call",
+                where=user_line(),
+                fix="convert the model before its first call, best before fxpar.shard",
+            ) from error
+
+    return _apply
+
+
+def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
+    """Return a ``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter``
+    does: of a DTensor torch (2.13) copies the gradient too, and fails."""
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        for parameter in _torch.objects.own_parameters(self).values():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                gradient, parameter.grad = parameter.grad, None
+                try:
+                    copy.deepcopy(parameter, memo)  # puts the copy into memo
+                finally:
+                    parameter.grad = gradient
+        inherited = getattr(cls, "__deepcopy__", None)
+        if inherited is not None:
+            twin = cast(nn.Module, inherited(self, memo))
+        else:
+            twin = memo[id(self)] = type(self).__new__(type(self))
+            twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if isinstance(home := twin.__dict__.get(HOME), Home):
+            home.modules[id(twin)] = twin
+        return twin
+
+    return __deepcopy__
+
+
+def reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
+    """Return a ``__reduce_ex__`` by which a module can be copied, but not pickled."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        make, *rest = cls.__reduce_ex__(self, protocol)
+        return (_OnlyHere(make, cls.__name__), *rest)
+
+    return __reduce_ex__
+
+
+@dataclass(frozen=True)
+class _OnlyHere:
+    """Makes a copy of a sharded module in this process, and in no other."""
+
+    make: Callable[..., Any]  # makes the copy
+    cls: str  # name of its class
+
+    def __call__(self, *args: Any) -> Any:
+        return self.make(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError(
+            f"a {self.cls} that fxpar.shard split is pickled, and this rank holds "
+            "a part of it",
+            fix="save model.state_dict(), by torch.save or "
+            "torch.distributed.checkpoint, and load it into a new model",
+        )

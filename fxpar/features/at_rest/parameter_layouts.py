@@ -34,10 +34,8 @@ Uses = Mapping[str, Spec]
 class ParameterLayout:
     """Holds the layout of one parameter at rest."""
 
-    # Spec of the shards.
-    spec: Spec
-    # The hint on it, as ``constrain`` takes one; "" if there is none.
-    hint: str
+    spec: Spec  # spec of the shards
+    hint: str  # the hint on it, as ``constrain`` takes one; "" if there is none
 
 
 def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:

@@ -84,6 +84,24 @@ def global_value(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *how)
 
 
+def layout_of(x: DTensor) -> tuple[Mesh, Spec]:
+    """Return the mesh and the spec of a DTensor."""
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    return mesh, Spec.from_placements(x.placements, mesh, x.dim())
+
+
+def with_part(x: DTensor, part: torch.Tensor) -> DTensor:
+    """Return a DTensor of the layout of ``x`` of which ``part`` is this rank's part."""
+    return DTensor.from_local(
+        part,
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
+
+
 def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """Return the part of a global value that ``rank`` holds, a view; of a sum, the
     first rank along each partial axis holds all of it, the others zeros."""

@@ -10,14 +10,17 @@ nodes of the other bodies in the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import user_line
+from fxpar.units import percent_more
 
 torch.library.define(
     "fxpar::fork_bodies", "(Tensor x, int bodies, int region) -> Tensor[]"
@@ -57,9 +60,25 @@ torch.library.register_autograd(
 )
 
 
-def choices(graph: fx.Graph) -> list[int]:
-    """Return the number of bodies of each choice, in order."""
-    return [bodies for _, bodies in _choices(graph).values()]
+def choose(
+    graph: fx.Graph, request: Request, seconds_of: Callable[[Request], float]
+) -> tuple[Request, list[str]]:
+    """Return the request with a body of each choice, one chosen after the other, as a
+    ``Choose`` does."""
+    counts, notes = [bodies for _, bodies in _choices(graph).values()], []
+    bodies = [0] * len(counts)
+    for i, count in enumerate(counts):
+        seconds = []
+        for body in range(count):
+            trial = (*bodies[:i], body, *bodies[i + 1 :])
+            seconds.append(seconds_of(replace(request, bodies=trial)))
+        bodies[i] = min(range(count), key=seconds.__getitem__)
+        times = ", ".join(percent_more(s, min(seconds)) for s in seconds)
+        notes.append(
+            f"body {bodies[i]} of {count} of manual region {i} is chosen: compared "
+            f"with the fastest, a step with each is estimated to take {times}"
+        )
+    return replace(request, bodies=tuple(bodies) if any(bodies) else ()), notes
 
 
 def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:

@@ -82,7 +82,7 @@ def fill(how: str, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tens
 
 
 def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
-    from fxpar.runtime.at_rest import dtensor_ops
+    from fxpar.features.at_rest import dtensor_ops
 
     before, dtensor_ops.CHUNK = dtensor_ops.CHUNK, chunk
     try:

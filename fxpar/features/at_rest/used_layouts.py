@@ -3,8 +3,11 @@
 In: a traced graph whose parameters may have any layout. Out of ``decided``: its plan;
 of ``uses_of``: the specs of its parameters. ``settle`` does both for a Dynamo graph
 that is the first to read parameters which ``fxpar.shard`` split by default: rank 0
-plans, all ranks reshard the parameters, and Dynamo traces again. Never: a reshard of a
-parameter that a compiled program has read.
+plans, all ranks reshard the parameters, and Dynamo traces again. They stay the same
+objects, with other placements and local tensors; so do their gradients, the optimizer's
+state, copies of the model, and tensors that share memory with one of these. Never: a
+reshard of a parameter that a compiled program has read, or of a tensor whose local
+tensor a user may hold.
 """
 
 from __future__ import annotations
@@ -12,28 +15,38 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+import torch.distributed as dist
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
 from fxpar.errors import RankMismatchError
+from fxpar.features.at_rest.crossings import layout_of, part_of
+from fxpar.features.at_rest.dtensor_ops import gathered
+from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
+from fxpar.features.at_rest.homes import (
+    AT_REST,
+    Home,
+    ParameterAtRest,
+    live_homes,
+)
+from fxpar.features.at_rest.parameter_layouts import Uses, layouts_as_used
 from fxpar.passes.boundaries import read_signature
-from fxpar.runtime.at_rest.homes import HOME, Home
-from fxpar.runtime.at_rest.move_parameters import Movable, movables, move, twins_of
-from fxpar.runtime.at_rest.parameter_layouts import Uses, layouts_as_used
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.ranks import consensus, presence
-from fxpar.runtime.ranks.groups import Ranks, coming_graph
+from fxpar.runtime.ranks.groups import HOME, Ranks, coming_graph
 from fxpar.runtime.stage_times import LAYOUT, stage
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
-from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
@@ -47,7 +60,7 @@ from fxpar.sharding.plan_request import (
     plan_mode,
     staged_choices,
 )
-from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
@@ -57,24 +70,26 @@ FORMAT = "fxpar rests 1"
 
 
 def decided(
-    graph: fx.Graph,
-    fake_mode: Any,
-    signature: Signature,
+    call: TracedCall,
+    declare: Callable[[str, Any, fx.Node], Input],
     ranks: Ranks,
     hints: Mapping[str, Entries],
     options: Options,
     *,
-    of_all: bool,
     name: str,
+    plan: Callable[..., JointState] = planned,
+    ends: Sequence[Callable[[str, str, int | None], Output]] = (),
 ) -> Decision:
-    """Plan a traced graph: ``of_all``, once for all ranks, which must all call; else on
-    this rank only. Plan files and "replicate" are ignored."""
+    """Trace and plan a call: by ``planned``, once for all ranks, which must all call;
+    by ``searched`` on this rank only. ``declare`` and ``ends``: as ``read_signature``
+    takes them. Plan files and "replicate" are ignored."""
+    module, fake_mode = call.trace()
     mode: Mode = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options, ranks.whole.mesh.size)
     request = Request(
         without_stages(ranks.mesh),
-        signature,
+        read_signature(module.graph, declare, *ends),
         hints,
         mode,
         meshes=choices(ranks.mesh, mode) if ranks.open else (),
@@ -87,8 +102,7 @@ def decided(
         rank=ranks.rank,
         options=Options(hardware=options.hardware),
     )
-    plan = planned if of_all else searched
-    return plan(graph, fake_mode, request).decided
+    return plan(module.graph, fake_mode, request).decided
 
 
 def uses_of(decision: Decision) -> Uses:
@@ -102,13 +116,7 @@ def uses_of(decision: Decision) -> Uses:
     }
 
 
-def settle(
-    gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
-    examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
-) -> None:
+def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None:
     """Reshard parameters that no program has read yet as this Dynamo graph uses them,
     and make Dynamo trace again; return if none changes.
 
@@ -117,9 +125,9 @@ def settle(
     read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
     homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
     homes = [home for home in homes if home.movable]
-    if not homes or ranks.open:
+    if not homes or job.ranks.open:
         return
-    if not _can_move(homes[0], options):
+    if not _can_move(homes[0], job.options):
         for home in homes:
             home.movable.clear()
         return
@@ -128,7 +136,7 @@ def settle(
         return
     try:
         with stage(LAYOUT):
-            moves = _moved(gm, inputs, examples, options, ranks, homes, ours)
+            moves = _moved(gm, examples, job, homes, ours)
     except Exception as error:
         consensus.abort(error)
         raise
@@ -138,10 +146,8 @@ def settle(
 
 def _moved(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     homes: Sequence[Home],
     ours: dict[str, Movable],
 ) -> dict[str, Spec] | None:
@@ -150,7 +156,7 @@ def _moved(
     twins, texts = twins_of(ours.values()), {}
     if consensus.is_leader():
         with presence.works("plans how to shard parameters"):
-            texts = _planned(gm, inputs, examples, options, ranks, ours)
+            texts = _planned(gm, examples, job, ours)
     moves = _agreed(ours, texts)
     for home in homes:
         own_names = {x.name for x in ours.values() if x.home is home}
@@ -229,16 +235,16 @@ def _agreed(
 
 def _planned(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     ours: Mapping[str, Movable],
 ) -> dict[str, str]:
     """Return the planned spec of each parameter as text, from the record of an earlier
     start or from a plan made here; none if planning fails, since compiling the graph
     then says why."""
-    text = known_programs.text_of(gm, inputs, examples, options, ranks, [*ours])
+    text = known_programs.text_of(
+        gm, job.named_inputs, examples, job.options, job.ranks, [*ours]
+    )
     key = consensus.digest_of(text or "")
     path = cache_files.folder() / f"{key}.rests.json"
     record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
@@ -246,11 +252,11 @@ def _planned(
         return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
     try:
         with _torch.dynamo.outside_of_trace():
-            uses = _uses(gm, inputs, examples, options, ranks, ours)
+            uses = _uses(gm, examples, job, ours)
     except Exception:
         log.info("parameters stay sharded as they are", exc_info=True)
         return {}
-    specs = _as_used(uses, inputs, examples, ours)
+    specs = _as_used(uses, job.named_inputs, examples, ours)
     texts = {key: str(spec) for key, spec in specs.items()}
     if text:
         cache_files.write_record(path, FORMAT, key, {"rests": texts})
@@ -283,14 +289,13 @@ def _as_used(
 
 def _uses(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
     examples: Sequence[Any],
-    options: Options,
-    ranks: Ranks,
+    job: CompileJob,
     ours: Mapping[str, Movable],
 ) -> Uses:
     """Return the spec in which a program uses each parameter, by name: from the plan
     file that it follows, else from a plan made here."""
+    options, ranks, inputs = job.options, job.ranks, job.named_inputs
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
             size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
@@ -300,12 +305,14 @@ def _uses(
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
     mode_ = _torch.fake.new_fake_mode(symbols=True)
     free = {id(x.parameter) for x in ours.values()}
-    fakes = [_fake(x, mode_) for x in examples]
+    fakes = [fake_of(x, mode_) for x in examples]
+    for fake, x in zip(fakes, examples, strict=True):
+        if isinstance(x, torch.Tensor):
+            fake.requires_grad_(x.requires_grad)
     grad = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
     )
     call = TracedCall(forward.module, tuple(fakes), {}, grad)
-    module, fake_mode = call.trace()
     declared: list[Input] = []
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
@@ -329,24 +336,180 @@ def _uses(
             rest = declared[of].at_rest
         return Output(name, kind, of, rest)
 
-    signature = read_signature(module.graph, declare, end)
     decision = decided(
-        *(module.graph, fake_mode, signature, ranks, load(options.hints), options),
-        of_all=False,
+        *(call, declare, ranks, load(options.hints), options),
         name="the first call",
+        plan=searched,
+        ends=[end],
     )
     mesh = decision.mesh
     return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
 
 
-def _fake(x: Any, mode: Any) -> Any:
-    """Return a fake tensor of the global value, open sizes at their current values."""
-    if not isinstance(x, torch.Tensor):
-        return _torch.symbols.hint_of(x)
-    shape, strides = map(_torch.symbols.hint_shape, (x.shape, x.stride()))
-    if not isinstance(x, DTensor):
-        with mode:
-            fake = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    else:
-        fake = fake_of(x, mode)
-    return fake.requires_grad_(x.requires_grad)
+@dataclass(frozen=True)
+class Holder:
+    """Is a place in a model that holds a parameter."""
+
+    home: Home  # the model's Home
+    module: nn.Module  # the module that has the parameter as an attribute
+    key: str  # the attribute's name
+
+    @property
+    def at_rest(self) -> ParameterAtRest:
+        """Return the layout of the parameter in this place."""
+        info: ParameterAtRest = self.module.__dict__[AT_REST][self.key]
+        return info
+
+
+@dataclass(frozen=True)
+class Movable:
+    """Is a parameter that no program has read yet."""
+
+    home: Home  # the Home of its model
+    name: str  # its name in the model
+    parameter: Any  # the DTensor
+    # All tensors to be resharded with it by description; itself as "value".
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> Spec:
+        """Return the spec in which the parameter is stored now."""
+        return layout_of(self.parameter)[1]
+
+
+def holders() -> dict[int, list[Holder]]:
+    """Return the places that hold each parameter, by the id of the parameter."""
+    by_id: dict[int, list[Holder]] = {}
+    for home in live_homes():
+        for module in list(home.modules.values()):
+            own = _torch.objects.own_parameters(module)
+            for key in module.__dict__[AT_REST]:
+                if isinstance(p := own.get(key), DTensor):
+                    by_id.setdefault(id(p), []).append(Holder(home, module, key))
+    return by_id
+
+
+def movables(homes: Collection[Home]) -> list[Movable]:
+    """Return the movable parameters of models in order of their names, each with the
+    tensors to be resharded with it; a parameter that two models hold is left out."""
+    by_id = holders()
+    by_name: dict[tuple[Home, str], Any] = {}
+    for where in by_id.values():
+        names = sorted({p.at_rest.name for p in where} & where[0].home.movable)
+        if names and len({p.home for p in where}) == 1:
+            holder = where[0]
+            parameter = _torch.objects.own_parameters(holder.module)[holder.key]
+            by_name[holder.home, names[0]] = parameter
+    optimizers = sorted(
+        _torch.objects.live_optimizers(), key=lambda x: type(x).__name__
+    )
+    every = []
+    for home in homes:
+        for name in sorted(home.movable):
+            if (parameter := by_name.get((home, name))) is None:
+                continue
+            movable = Movable(home, name, parameter)
+            for i, copy in enumerate(ref() for ref in home.copies):
+                if copy is None or (p := by_name.get((copy, name))) is None:
+                    continue
+                if _torch.dtensor.has_layout_of(p, parameter):
+                    which = "" if copy is home else f"copy {i}: "
+                    for what, x in _with_state(p, optimizers).items():
+                        movable.tensors[f"{which}{what}"] = x
+            every.append(movable)
+    return every
+
+
+def _with_state(parameter: Any, optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Return a parameter, its gradient and its optimizer state by description; nothing
+    if some state is a plain tensor of the local shard, or if two optimizers of one
+    class have state for it."""
+    tensors = {"value": parameter}
+    if _torch.dtensor.has_layout_of(parameter.grad, parameter):
+        tensors["gradient"] = parameter.grad
+    for optimizer in optimizers:
+        for key, x in _state_of(parameter, optimizer).items():
+            what = f"{type(optimizer).__name__} {key}"
+            if _torch.dtensor.has_layout_of(x, parameter):
+                if _memory(x) in map(_memory, tensors.values()):
+                    continue  # an optimizer that wraps another, or a twin, has it too
+                if what in tensors:
+                    return {}
+                tensors[what] = x
+            elif _is_bare(x):
+                return {}
+    return tensors
+
+
+def _state_of(parameter: Any, optimizer: Any) -> dict[str, Any]:
+    """Return tensors of an optimizer's state for a parameter; of its other attributes,
+    those by the parameter's id and plain tensors that may belong to any parameter."""
+    state = getattr(optimizer, "state", {}).get(parameter)
+    by_key = dict(state) if isinstance(state, dict) else {"": state}
+    if id(parameter) in {*map(id, _torch.objects.parameters_of(optimizer))}:
+        for name, x in vars(optimizer).items():
+            if name in _torch.objects.OPTIMIZER_ATTRIBUTES:
+                continue
+            by_key[f"{name}, bare"] = [*filter(_is_bare, _torch.fake.tree_leaves(x))]
+            for key in x if isinstance(x, dict) else ():
+                if (key if isinstance(key, int) else id(key)) == id(parameter):
+                    by_key[name] = x[key]
+    return {
+        f"{key} {i}": leaf
+        for key, x in by_key.items()
+        for i, leaf in enumerate(_torch.fake.tree_leaves(x))
+    }
+
+
+def _memory(x: DTensor) -> int:
+    return _torch.objects.memory_of(_torch.dtensor.local_of(x))
+
+
+def _is_bare(x: Any) -> bool:
+    """Return whether ``x`` is a tensor that does not say which part it is."""
+    if isinstance(x, DTensor):
+        return not _torch.dtensor.has_plain_local(x)
+    return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def twins_of(parameters: Iterable[Movable]) -> dict[int, list[Any]]:
+    """Return, by the id of each tensor in ``parameters``, other DTensors that share its
+    memory and its layout. Removes a tensor from ``parameters`` if a live object of
+    another layout shares its memory: a view, or a local tensor that a user holds."""
+    owners: dict[int, tuple[dict[str, Any], str, Any]] = {}
+    for movable in parameters:
+        for what, x in movable.tensors.items():
+            owners[_memory(x)] = movable.tensors, what, x
+    twins: dict[int, list[Any]] = {}
+    parts, bare = set[int](), []
+    for x in _torch.dtensor.live_users_of(owners):
+        local = _torch.dtensor.local_of(x) if isinstance(x, DTensor) else x
+        tensors, what, owner = owners[_torch.objects.memory_of(local)]
+        if x is owner:
+            parts.add(id(local))
+        elif _torch.dtensor.has_layout_of(x, owner) and not hasattr(x, HOME):
+            twins.setdefault(id(owner), []).append(x)
+            parts.add(id(local))
+        else:
+            bare.append((x, tensors, what))
+    for x, tensors, what in bare:
+        if id(x) not in parts:
+            tensors.pop(what, None)
+    return twins
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
+    """Reshard a parameter, and the tensors that go with it, to ``spec``. All ranks must
+    call it. It takes memory for the global value of one tensor at a time."""
+    by_id, mesh = holders(), Mesh.from_device_mesh(movable.parameter.device_mesh)
+    placements = spec.to_placements(mesh)
+    for x in movable.tensors.values():
+        part = part_of(gathered(x), spec, mesh, dist.get_rank())
+        part = part.clone(memory_format=torch.contiguous_format)
+        for twin in (x, *twins.get(id(x), ())):
+            _torch.dtensor.lay_out(twin, part, placements)
+        for holder in by_id.get(id(x), ()):
+            infos = holder.module.__dict__[AT_REST]
+            infos[holder.key] = replace(holder.at_rest, spec=str(spec))

@@ -1,1 +1,0 @@
-"""Checks manual regions, names their collectives, and keeps one of their bodies."""
