@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fxpar.cache_files import write_asked
 from fxpar.errors import PlanError
@@ -25,6 +25,9 @@ from fxpar.units import short_seconds
 
 FORMAT = 1
 
+# The name of an axis of the plan's mesh.
+Axis = Annotated[str, "axis"]
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -34,11 +37,11 @@ class Collective:
     # send, broadcast or scatter.
     kind: str
     # The axes that it goes over.
-    axes: tuple[str, ...]
+    axes: tuple[Axis, ...]
     # Size of the complete tensor on one rank; for a reduce_scatter, of its input.
     bytes: int
-    # Node, and the user's line.
-    source: str
+    # Node, and the user's line; "" if unknown.
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class NodePlan:
     # As the graph calls it.
     op: str
     # Axes by factor of the rule.
-    factors: tuple[tuple[str, tuple[str, ...]], ...]
+    factors: tuple[tuple[str, tuple[Axis, ...]], ...]
     # (axis, reduction, number of the passage) of partial operands that pass through.
-    passes: tuple[tuple[str, str, int], ...]
+    passes: tuple[tuple[Axis, str, int], ...]
     # Specs it reads.
     operands: tuple[Spec, ...]
     # Specs it makes.
