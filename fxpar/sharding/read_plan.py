@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from fxpar.errors import FxparError, PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.plan import Axis, Collective, NodePlan, Plan
+from fxpar.sharding.plan import Axis, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
 T = TypeVar("T")
@@ -138,20 +138,10 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     if "links" in saved.value:
         links = saved["links"].each(lambda x: _record(x, Link, mesh), len(mesh.axes))
         mesh = replace(mesh, links=links)
-    lists = {"line": "lines", "module": "modules", "reads": "reads"}
-    nodes = _records(saved, "nodes", NodePlan, mesh, lists)
-    collectives = _records(
-        saved, "collectives", Collective, mesh, {"source": "sources"}
-    )
-    known = {"nodes": nodes, "collectives": collectives, "timings": {}}
-    plan = _record(saved, Plan, mesh, mesh=mesh, **known)
+    plan = _record(saved, Plan, mesh, mesh=mesh, timings={})
     names = {name for name, _ in plan.values}
-    reads = saved.get("reads", ()).value or [()] * len(nodes)
-    for i, (node, item) in enumerate(zip(nodes, saved["nodes"].items(), strict=True)):
+    for node, item in zip(plan.nodes, saved["nodes"].items(), strict=True):
         _check(node, item, names)
-        read = Saved(reads[i], f"reads[{i}]")
-        count = len(node.operands) if read.value else None
-        read.each(lambda x: x.count(below=len(plan.values)), count)
     return plan
 
 
@@ -203,22 +193,6 @@ _PLAIN: dict[Any, _Reader] = {
 }
 
 
-def _records(
-    saved: Saved, key: str, kind: type[T], mesh: Mesh, lists: Mapping[str, str]
-) -> tuple[T, ...]:
-    """Return a list of dataclasses. ``lists``: the names of lists saved next to it that
-    hold some of their fields, by field; all defaults where such a list is empty."""
-    items, columns = saved[key].items(), {}
-    for field, name in lists.items():
-        if (entries := saved.get(name, ())).value:
-            read, _ = _fields(kind)[field]
-            columns[field] = [read(x, mesh) for x in entries.items(len(items))]
-    return tuple(
-        _record(item, kind, mesh, **{name: x[i] for name, x in columns.items()})
-        for i, item in enumerate(items)
-    )
-
-
 def _check(node: NodePlan, saved: Saved, values: Collection[str]) -> None:
     """Raise PlanError unless an op has as many specs as it has shapes, each of as many
     dims, and its results are among the ``values``."""
@@ -244,3 +218,5 @@ def _check(node: NodePlan, saved: Saved, values: Collection[str]) -> None:
                 dims = f"{len(spec.dims)} dims, the tensor {len(shape)}"
                 raise item.refuse(f"{spec} has {dims}")
     saved["dtypes"].items(len(shapes))
+    if node.reads:
+        saved["reads"].each(lambda x: x.count(below=len(values)), operands)
