@@ -364,12 +364,10 @@ class Compilation:
             plan = choose_plan.searched if self.leader else choose_plan.planned
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
-            error = DivisorsAsked(divisors, result.plan)
             if self.entry is not None and ranks.rank == 0:
-                known_programs.keep(
-                    self.entry, known_programs.describe_asked(self.entry, error)
-                )
-            raise error
+                asked = replace(self.entry, plan=result.plan, divisors=divisors)
+                known_programs.keep(asked)
+            raise DivisorsAsked(divisors, result.plan)
         if ranks.open:
             ranks = settle(ranks, result.plan.mesh)
             self.job = replace(job, ranks=ranks)
@@ -377,7 +375,7 @@ class Compilation:
         if options.tune:
             result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
-            self.leader.tell_plan(self._record())
+            self.leader.tell_plan(self._planned())
         elif not self.is_plan_known:
             consensus.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
@@ -583,7 +581,7 @@ class Compilation:
         # Code with generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.is_plan_known
         if self.entry and is_new and not self.regions and self.job.ranks.rank == 0:
-            known_programs.keep(self.entry, self._record())
+            known_programs.keep(self._planned())
         self.say_seconds("forward")
         results = gm.graph.output_node().args[0]
         lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
@@ -600,18 +598,17 @@ class Compilation:
             with_room,
         )
 
-    def _record(self) -> dict[str, Any]:
-        """Return what is known of the program by now, as data to keep."""
-        plan = self.compiled_plan
-        assert self.entry and self.result and plan, "it was planned, and is kept"
-        return known_programs.describe(
+    def _planned(self) -> KnownProgram:
+        """Return what is known of a program that was planned now."""
+        assert self.entry and self.result, "it was planned, and is kept"
+        return replace(
             self.entry,
-            plan,
-            self.results(),
-            self.launches,
-            self.result.local,
+            plan=self.compiled_plan,
+            results=self.results(),
+            launches=tuple(self.launches),
+            groups=tuple(known_programs.groups_of(self.result.local)),
             shared=self.leader is not None and self.leader.shared,
-            written=self.written(),
+            written=tuple(sorted(self.written())),
         )
 
     def _report(self, plan: Plan) -> None:
