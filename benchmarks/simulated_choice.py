@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from choice_tasks import layout
+from delta_simulation import DeltaSimulation
 
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.streams import Simulation, Task
+from fxpar.sharding.cost.streams import Task
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.solver.problem import FORBIDDEN
 from fxpar.sharding.spec import Spec
 
-# Seconds, and axes as ``Simulation.bits``, by index of the task.
+# Seconds, and axes as ``DeltaSimulation.bits``, by index of the task.
 _Runs = tuple[dict[int, float], dict[int, int]]
 # (seconds, axes) of each collective.
 _Steps = tuple[tuple[float, int], ...]
@@ -54,7 +55,7 @@ class Overlap:
         self._overlap, tasks = overlap, self.layout.tasks
         if not overlap:
             tasks = tuple(Task(task.name) for task in tasks)
-        self.simulation = Simulation(tasks, axes=self.axes)
+        self.simulation = DeltaSimulation(tasks, axes=self.axes)
         self._owed: _Runs = {}, {}
         self.seconds = self.change(dict(enumerate(self.choice)))
 
