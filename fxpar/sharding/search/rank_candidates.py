@@ -26,8 +26,8 @@ Found = TypeVar("Found")
 # compute that hides it may be too short.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# Programs with more ops than _LARGE are large: their plans are ranked without overlap.
-# Plans that are estimated to take _FAR times as long as the best are dropped, an
+# Programs with more ops than _LARGE are large: their plans are ranked by full prices.
+# Plans that are estimated to take _FAR times as long as the cheapest are dropped, an
 # expert's plan only if the program has more than _FEW ops.
 _LARGE, _FAR, _FEW = 2500, 1.25, 200
 
@@ -70,9 +70,11 @@ def nearest(
     plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
 ) -> list[Found]:
     """Return the plans that may be the fastest, sorted by estimate."""
-    times = [_estimate(search_of(x)) for x in plans]
+    results = list(map(search_of, plans))
+    times = list(map(_estimate, results))
+    most = _FAR * min(x.predicted for x in results)
     order = sorted(range(len(plans)), key=times.__getitem__)
-    return [plans[i] for i in order if times[i] <= _FAR * min(times)]
+    return [plans[i] for i in order if times[i] <= most]
 
 
 def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
