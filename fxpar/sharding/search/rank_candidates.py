@@ -3,9 +3,9 @@
 In: the result of a search. Out: ``rivals``, further results of the same problem, and
 those of several that may be the fastest (``nearest``). The additive problem knows no
 overlap: it pays for a gradient's reduction though the backward hides it. So plans that
-are the best with such communication at a discount are tried as well, and all plans are
-ranked by their price at the largest discount. The steps of those that are near are
-predicted in ``fxpar.choose_plan``. Never: leaves the memory limit.
+are the best with such communication at a discount are tried as well, and plans are
+ranked as if all of it were hidden. The steps of those that are near are predicted in
+``fxpar.choose_plan``. Never: leaves the memory limit.
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ def is_large(result: SearchResult) -> bool:
 def nearest(
     plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
 ) -> list[Found]:
-    """Return the plans that may be the fastest, sorted by estimate."""
+    """Return the plans that may be the fastest, sorted by estimate: the kernels and
+    what they wait for, or the communication that they may hide, if that takes
+    longer."""
     results = list(map(search_of, plans))
-    times = list(map(_estimate, results))
+    hidden = map(_hidden_seconds, results)
+    pairs = zip(results, hidden, strict=True)
+    times = [max(x.predicted - seconds, seconds) for x, seconds in pairs]
     most = _FAR * min(x.predicted for x in results)
     order = sorted(range(len(plans)), key=times.__getitem__)
     return [plans[i] for i in order if times[i] <= most]
@@ -84,23 +88,21 @@ def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
         return True
     if other is None:
         return not is_large(result)
-    return other in nearest([result, other], lambda x: x)
+    return other.predicted - _hidden_seconds(other) <= _FAR * result.predicted
 
 
-def _estimate(result: SearchResult) -> float:
-    """Return the price of a step with communication that compute may hide at the
-    largest discount, for a large program at its full price."""
+def _hidden_seconds(result: SearchResult) -> float:
+    """Return the price of communication that compute may hide, none for a large
+    program."""
     if is_large(result):
-        return result.predicted
+        return 0.0
     form, choice = result.formulation, result.solution.choice
-    hidden = (
+    edges = zip(form.problem.edges, form.hidden, strict=True)
+    return sum(
         float(form.problem.tables[table][choice[i], choice[j]])
-        for (i, j, table), is_hidden in zip(
-            form.problem.edges, form.hidden, strict=True
-        )
+        for (i, j, table), is_hidden in edges
         if is_hidden
     )
-    return result.predicted - (1 - DISCOUNTS[-1]) * sum(hidden)
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
