@@ -365,8 +365,8 @@ class Compilation:
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
             if self.entry is not None and ranks.rank == 0:
-                asked = replace(self.entry, plan=result.plan, divisors=divisors)
-                known_programs.keep(asked)
+                program = replace(self.entry, plan=result.plan, divisors=divisors)
+                known_programs.keep(program)
             raise DivisorsAsked(divisors, result.plan)
         if ranks.open:
             ranks = settle(ranks, result.plan.mesh)

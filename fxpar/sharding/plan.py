@@ -102,11 +102,11 @@ def _without(
 _ASIDE = ("line", "module", "reads")
 # Fields of a Plan that ``hash`` covers, those that may be left out, and others that are
 # saved.
-_ALWAYS = ("inputs", "outputs", "parameters", "gradients", "values")
-_ALWAYS += ("unknown", "collectives")
-_IF_ANY = ("schedule", "experts", "sent_rows", "bodies", "stages")
-_UNHASHED = ("reasons", "notes", "memory", "room", "step_seconds", "near", "regions")
-_UNHASHED += ("dearest", "collectives")
+_ALWAYS = ["inputs", "outputs", "parameters", "gradients", "values", "unknown"]
+_ALWAYS += ["collectives"]
+_IF_ANY = ["schedule", "experts", "sent_rows", "bodies", "stages"]
+_UNHASHED = ["reasons", "notes", "memory", "room", "step_seconds", "near", "regions"]
+_UNHASHED += ["collectives", "dearest"]
 
 
 @dataclass(frozen=True)

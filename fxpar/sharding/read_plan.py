@@ -138,7 +138,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     if "links" in saved.value:
         links = saved["links"].each(lambda x: _record(x, Link, mesh), len(mesh.axes))
         mesh = replace(mesh, links=links)
-    plan = _record(saved, Plan, mesh, mesh=mesh, timings={})
+    plan: Plan = _record(saved, Plan, mesh, mesh=mesh, timings={})
     names = {name for name, _ in plan.values}
     for node, item in zip(plan.nodes, saved["nodes"].items(), strict=True):
         _check(node, item, names)
@@ -149,13 +149,13 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
 _Reader = Callable[[Saved, Mesh], Any]
 
 
-def _record(saved: Saved, kind: type[T], mesh: Mesh, /, **known: Any) -> T:
-    """Return a dataclass whose fields, but the ``known``, are a table of the file."""
+def _record(saved: Saved, kind: Any, mesh: Mesh, /, **values: Any) -> Any:
+    """Return a dataclass whose fields, but the ``values``, are a table of the file."""
     for name, (read, default) in _fields(kind).items():
-        if name not in known:
+        if name not in values:
             field = saved[name] if default is MISSING else saved.get(name, default)
-            known[name] = read(field, mesh)
-    return kind(**known)
+            values[name] = read(field, mesh)
+    return kind(**values)
 
 
 @cache
