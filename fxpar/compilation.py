@@ -590,7 +590,7 @@ class Compilation:
             self._checks(),
             self.compiled_plan,
             self.results(),
-            self.job,
+            replace(self.job, open=None),  # whose graph was consumed
             self.broken_at,
             self.sizes,
             next(filter(None, lines), None),

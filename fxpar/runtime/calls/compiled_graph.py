@@ -140,7 +140,7 @@ class Compiled:
     plan: Plan | None
     # Specs of its results, by position.
     results: Mapping[int, Spec]
-    # What was asked, with the ranks on the mesh that was chosen.
+    # The request, with the ranks on the mesh that was chosen, without open sizes.
     job: CompileJob
     # The user's line of the graph break that ends the graph, if any.
     broken_at: str | None
