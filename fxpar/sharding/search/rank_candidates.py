@@ -4,8 +4,8 @@ In: the result of a search. Out: ``rivals``, further results of the same problem
 those of several that may be the fastest (``nearest``). The additive problem knows no
 overlap: it pays for a gradient's reduction though the backward hides it. So plans that
 are the best with such communication at a discount are tried as well, and plans are
-ranked as if all of it were hidden. The steps of those that are near are predicted in
-``fxpar.choose_plan``. Never: leaves the memory limit.
+ranked at one. The steps of those that are near are predicted in ``fxpar.choose_plan``.
+Never: leaves the memory limit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from fxpar.sharding.strategy import Strategy
 Found = TypeVar("Found")
 
 # Shares of its price that communication costs where it may be hidden. Not zero: the
-# compute that hides it may be too short.
+# compute that hides it may be too short. The one by which plans are ranked.
 DISCOUNTS = (0.5, 0.2, 0.02)
+_SHARE = DISCOUNTS[1]
 
 # Programs with more ops than _LARGE are large: their plans are ranked by full prices.
 # Plans that are estimated to take _FAR times as long as the cheapest are dropped, an
@@ -35,7 +36,7 @@ _LARGE, _FAR, _FEW = 2500, 1.25, 200
 def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     """Return plans that may be faster than the cheapest one once communication
     overlaps: those that are best with hidden communication at a discount."""
-    discounts = DISCOUNTS[1:2] if is_large(result) else DISCOUNTS
+    discounts = (_SHARE,) if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
     cheap = [_with_first(result, choice) for choice in choices]
     closest = nearest([result, *cheap], lambda x: x)
@@ -69,13 +70,13 @@ def is_large(result: SearchResult) -> bool:
 def nearest(
     plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
 ) -> list[Found]:
-    """Return the plans that may be the fastest, sorted by estimate: the kernels and
-    what they wait for, or the communication that they may hide, if that takes
-    longer."""
+    """Return the plans that may be the fastest, sorted by estimate: the price with
+    communication that compute may hide at a discount, or the seconds of that
+    communication, if it takes longer."""
     results = list(map(search_of, plans))
-    hidden = map(_hidden_seconds, results)
-    pairs = zip(results, hidden, strict=True)
-    times = [max(x.predicted - seconds, seconds) for x, seconds in pairs]
+    pairs = zip(results, map(_hidden_seconds, results), strict=True)
+    saved = 1 - _SHARE
+    times = [max(x.predicted - saved * hidden, hidden) for x, hidden in pairs]
     most = _FAR * min(x.predicted for x in results)
     order = sorted(range(len(plans)), key=times.__getitem__)
     return [plans[i] for i in order if times[i] <= most]
