@@ -23,8 +23,9 @@ from fxpar.sharding.strategy import Strategy
 Found = TypeVar("Found")
 
 # Shares of its price that communication costs where it may be hidden. Not zero: the
-# compute that hides it may be too short. The one by which plans are ranked.
+# compute that hides it may be too short.
 DISCOUNTS = (0.5, 0.2, 0.02)
+# The one at which plans are ranked.
 _SHARE = DISCOUNTS[1]
 
 # Programs with more ops than _LARGE are large: their plans are ranked by full prices.
