@@ -88,7 +88,7 @@ def simulations(found: Any, count: int = 1000) -> dict[str, float]:
     """Simulator calls a second, of one op changed and of everything."""
     import random
 
-    from fxpar.sharding.search.rank_candidates import Overlap
+    from simulated_choice import Overlap
 
     step, chance = Overlap(found.formulation, found.solution.choice), random.Random(0)
     nodes = [

@@ -24,14 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from simulated_choice import Overlap
 
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.rank_candidates import (
-    DISCOUNTS,
-    Overlap,
-    cheaper,
-    step_seconds,
-)
+from fxpar.sharding.search.rank_candidates import DISCOUNTS, cheaper
 from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Problem
 from fxpar.sharding.solver.problem import FORBIDDEN
@@ -215,7 +211,7 @@ def ranked(
     """(seconds of the simulated step, choice): of what a search found first, then of
     what is best with communication at a discount, and of ``known`` choices."""
     choices = [found.solution.choice, *cheaper(found, DISCOUNTS, seconds), *known]
-    return [(step_seconds(found.formulation, x), tuple(x)) for x in choices]
+    return [(Overlap(found.formulation, x).seconds, tuple(x)) for x in choices]
 
 
 def walk(

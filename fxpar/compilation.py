@@ -201,7 +201,6 @@ class Compilation:
         self.entry = entry
         # Set on rank 0 where the other ranks take over its plan and its compiled code.
         self.leader: Leader | None = None
-        self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
         self.rest_inputs: set[int] = set()  # inputs that are parameters of fxpar.shard
@@ -276,7 +275,7 @@ class Compilation:
             planned = known_programs.await_plan(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
                 return planned
-            _make_groups(self.ranks, planned)
+            _make_groups(self.job.ranks, planned)
             return known_programs.await_compiled(self.request.name, planned)
 
     def _traced(
@@ -320,7 +319,7 @@ class Compilation:
             raise PlanMisfit(f"{type(error).__name__}: {error}") from error
 
     def _parallelized(self, gm: fx.GraphModule) -> fx.Graph:
-        job, options, ranks = self.job, self.job.options, self.ranks
+        job, options, ranks = self.job, self.job.options, self.job.ranks
         values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         fake_mode = _torch.fake.fake_mode_of(values) or _torch.fake.new_fake_mode()
         _torch.inductor.replace_random(gm, fake_mode)
@@ -350,19 +349,18 @@ class Compilation:
             plan = choose_plan.searched if self.leader else choose_plan.planned
             result = self.result = plan(gm.graph, fake_mode, request)
         if job.open is not None and (divisors := job.open.divisors_asked()):
-            error = DivisorsAsked(divisors, result.plan)
             if self.entry is not None and ranks.rank == 0:
-                known_programs.keep(
-                    self.entry, known_programs.describe_asked(self.entry, error)
-                )
-            raise error
+                program = replace(self.entry, plan=result.plan, divisors=divisors)
+                known_programs.keep(program)
+            raise DivisorsAsked(divisors, result.plan)
         if ranks.open:
-            ranks = self.ranks = settle(ranks, result.plan.mesh)
+            ranks = settle(ranks, result.plan.mesh)
+            self.job = replace(job, ranks=ranks)
             request = self.request = request.on(result.plan.mesh)
         if options.tune:
             result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
-            self.leader.tell_plan(self._record())
+            self.leader.tell_plan(self._planned())
         elif not self.is_plan_known:
             consensus.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
@@ -399,7 +397,7 @@ class Compilation:
 
     def _refuse_parts(self) -> None:
         """Raise PlanError for a global value of parts of the batch in local mode."""
-        for i in sorted(self.rest_inputs) if self.ranks.manual is not None else ():
+        for i in sorted(self.rest_inputs) if self.job.ranks.manual is not None else ():
             if self.declared[i].kind == "input":
                 raise PlanError(
                     f"fxpar.global_value of {self.declared[i].name} is a value of "
@@ -565,8 +563,8 @@ class Compilation:
         next start."""
         # Code with generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.is_plan_known
-        if self.entry and is_new and not self.regions and self.ranks.rank == 0:
-            known_programs.keep(self.entry, self._record())
+        if self.entry and is_new and not self.regions and self.job.ranks.rank == 0:
+            known_programs.keep(self._planned())
         self.say_seconds("forward")
         results = gm.graph.output_node().args[0]
         lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
@@ -575,9 +573,7 @@ class Compilation:
             self._checks(),
             self.compiled_plan,
             self.results(),
-            [x.name for x in self.job.named_inputs],
-            self.job.options,
-            self.ranks,
+            replace(self.job, open=None),  # whose graph was consumed
             self.broken_at,
             self.sizes,
             next(filter(None, lines), None),
@@ -585,29 +581,27 @@ class Compilation:
             with_room,
         )
 
-    def _record(self) -> dict[str, Any]:
-        """Return what is known of the program by now, as data to keep."""
-        plan = self.compiled_plan
-        assert self.entry and self.result and plan, "it was planned, and is kept"
-        return known_programs.describe(
+    def _planned(self) -> KnownProgram:
+        """Return what is known of a program that was planned now."""
+        assert self.entry and self.result, "it was planned, and is kept"
+        return replace(
             self.entry,
-            plan,
-            self.results(),
-            self.launches,
-            self.result.local,
+            plan=self.compiled_plan,
+            results=self.results(),
+            launches=tuple(self.launches),
+            groups=tuple(known_programs.groups_of(self.result.local)),
             shared=self.leader is not None and self.leader.shared,
-            written=self.written(),
+            written=tuple(sorted(self.written())),
         )
 
     def _report(self, plan: Plan) -> None:
-        rank, name = self.ranks.whole.rank, self.request.name
-        warned = warnings_of_plans()
-        count = self.ranks.mesh.size
+        ranks, name = self.job.ranks, self.request.name
+        rank, count, warned = ranks.whole.rank, ranks.mesh.size, warnings_of_plans()
         report(plan, self.job.options, rank, count, name, self.broken_at, warned)
 
     def say_seconds(self, which: str) -> None:
         """Show the seconds that each stage took to compile a forward or a backward."""
-        options, ranks = self.job.options, self.ranks
+        options, ranks = self.job.options, self.job.ranks
         show_seconds(self.request.name, which, stage_table(), options, ranks.whole.rank)
 
     def _checks(self) -> list[Callable[..., Any]]:

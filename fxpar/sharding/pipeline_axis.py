@@ -58,16 +58,16 @@ class PipelineStage:
     ops: tuple[str, ...]
     # Names of the parameters that it reads.
     parameters: tuple[str, ...]
-    # Predicted for the forward of one microbatch.
-    forward_seconds: float
-    # Predicted for the backward of one microbatch.
-    backward_seconds: float
     # Bytes of its parameters on a rank.
     bytes: int
     # Bytes that it sends to other stages for one microbatch.
     sent_bytes: int
     # Name of the first op of the stage in the one-device program.
     begin: str = ""
+    # Predicted for the forward of one microbatch.
+    forward_seconds: float = 0.0
+    # Predicted for the backward of one microbatch.
+    backward_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:

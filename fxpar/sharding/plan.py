@@ -11,10 +11,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fxpar.cache_files import write_asked
 from fxpar.errors import PlanError
@@ -25,6 +25,9 @@ from fxpar.units import short_seconds
 
 FORMAT = 1
 
+# The name of an axis of the plan's mesh.
+Axis = Annotated[str, "axis"]
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -34,11 +37,11 @@ class Collective:
     # send, broadcast or scatter.
     kind: str
     # The axes that it goes over.
-    axes: tuple[str, ...]
+    axes: tuple[Axis, ...]
     # Size of the complete tensor on one rank; for a reduce_scatter, of its input.
     bytes: int
-    # Node, and the user's line.
-    source: str
+    # Node, and the user's line; "" if unknown.
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class NodePlan:
     # As the graph calls it.
     op: str
     # Axes by factor of the rule.
-    factors: tuple[tuple[str, tuple[str, ...]], ...]
+    factors: tuple[tuple[str, tuple[Axis, ...]], ...]
     # (axis, reduction, number of the passage) of partial operands that pass through.
-    passes: tuple[tuple[str, str, int], ...]
+    passes: tuple[tuple[Axis, str, int], ...]
     # Specs it reads.
     operands: tuple[Spec, ...]
     # Specs it makes.
@@ -97,6 +100,13 @@ def _without(
 # Fields of a NodePlan that ``hash`` leaves out: they are in the program, or do not
 # change what ranks run.
 _ASIDE = ("line", "module", "reads")
+# Fields of a Plan that ``hash`` covers, those that may be left out, and others that are
+# saved.
+_ALWAYS = ["inputs", "outputs", "parameters", "gradients", "values", "unknown"]
+_ALWAYS += ["collectives"]
+_IF_ANY = ["schedule", "experts", "sent_rows", "bodies", "stages"]
+_UNHASHED = ["reasons", "notes", "memory", "room", "step_seconds", "near", "regions"]
+_UNHASHED += ["collectives", "dearest"]
 
 
 @dataclass(frozen=True)
@@ -254,56 +264,30 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan ready for JSON; without timings, reasons, modules and source
         lines, which may differ between runs of the same plan."""
-        plain = _plain
-        data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
-        data |= {"experts": list(self.experts)} if self.experts else {}
-        data |= {"sent_rows": list(self.sent_rows)} if self.sent_rows else {}
-        data |= {"bodies": list(self.bodies)} if self.bodies else {}
-        if self.stages:
-            if self.microbatches is not None:
-                data["microbatches"] = self.microbatches
-            stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
-            data["stages"] = [
-                {k: v for k, v in stage.items() if not k.endswith("_seconds")}
-                for stage in stages
-            ]
-        return data | {
-            "format": FORMAT,
-            "mesh": str(self.mesh),
-            "inputs": plain(self.inputs),
-            "outputs": plain(self.outputs),
-            "parameters": plain(self.parameters),
-            "gradients": plain(self.gradients),
-            "values": plain(self.values),
-            "nodes": [node.record for node in self.nodes],
-            "unknown": plain(self.unknown),
-            "collectives": [
-                {k: plain(v) for k, v in asdict(c).items() if k != "source"}
-                for c in self.collectives
-            ],
-        }
+        data = {name: _plain(x) for name in _IF_ANY if (x := getattr(self, name))}
+        for stage in data.get("stages", ()):
+            del stage["forward_seconds"], stage["backward_seconds"]
+        if self.stages and self.microbatches is not None:
+            data["microbatches"] = self.microbatches
+        data |= {name: _plain(getattr(self, name)) for name in _ALWAYS}
+        for collective in data["collectives"]:
+            del collective["source"]
+        nodes = [node.record for node in self.nodes]
+        return data | {"format": FORMAT, "mesh": str(self.mesh), "nodes": nodes}
 
     def to_record(self) -> dict[str, Any]:
         """Return ``to_dict`` with the fields that ``hash`` does not cover: links,
         reasons, notes, source lines, modules and others."""
         data = self.to_dict()
+        data |= {name: _plain(getattr(self, name)) for name in _UNHASHED}
+        data["nodes"] = [
+            {**node.record, **{name: getattr(node, name) for name in _ASIDE}}
+            for node in self.nodes
+        ]
+        if self.stages:
+            data["stages"] = _plain(self.stages)
         if any(link != Link() for link in self.mesh.links):
-            data["links"] = [asdict(link) for link in self.mesh.links]
-        data["reasons"] = list(self.reasons)
-        data["notes"] = list(self.notes)
-        data["sources"] = [c.source for c in self.collectives]
-        data["lines"] = [node.line for node in self.nodes]
-        data["modules"] = [node.module for node in self.nodes]
-        data["reads"] = [node.reads for node in self.nodes]
-        data["memory"] = list(self.memory)
-        data["room"] = self.room
-        data["step_seconds"] = self.step_seconds
-        data["near"] = list(self.near)
-        data["regions"] = list(self.regions)
-        for stage, saved in zip(self.stages, data.get("stages", ()), strict=True):
-            saved["forward_seconds"] = stage.forward_seconds
-            saved["backward_seconds"] = stage.backward_seconds
-        data["dearest"] = [_plain(asdict_shallow(moved)) for moved in self.dearest]
+            data["links"] = _plain(self.mesh.links)
         return data
 
     def save(self, path: str | Path) -> None:
@@ -405,7 +389,7 @@ _AS_IT_IS = frozenset((str, int, float, bool, type(None)))
 
 
 def _plain(x: Any) -> Any:
-    """Return a value ready for JSON: specs as text."""
+    """Return a value ready for JSON: specs as text, other dataclasses as tables."""
     if type(x) in _AS_IT_IS:
         return x
     if isinstance(x, Spec):
@@ -414,7 +398,7 @@ def _plain(x: Any) -> Any:
         return {key: _plain(y) for key, y in x.items()}
     if isinstance(x, (list, tuple)):
         return [_plain(y) for y in x]
-    return x
+    return _plain(asdict_shallow(x)) if is_dataclass(x) else x
 
 
 @lru_cache(maxsize=1 << 14)

@@ -2,21 +2,22 @@
 
 A ``Saved`` is a value of the file with its place, as ``nodes[3].factors[0]``. Its
 methods return the value in the type that they name, and raise PlanError where it has
-another. ``plan_from`` reads a whole plan by them.
+another. ``plan_from`` reads a whole plan by them, each field by its type.
 In: the parsed JSON. Out: a Plan, or a PlanError.
 Never: checks a plan against a program; ``recall_plan`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from fxpar.errors import FxparError, PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import PipelineStage
-from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
+from fxpar.sharding.plan import Axis, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
 T = TypeVar("T")
@@ -72,21 +73,13 @@ class Saved:
         return [Saved(x, f"{self.place}[{i}]") for i, x in enumerate(self.value)]
 
     def each(self, read: Callable[[Saved], T], count: int | None = None) -> tuple:
-        """Return the result of ``read`` for each element of a list."""
+        """Return the result of ``read`` for each element of a list, as ``items``."""
         return tuple(read(item) for item in self.items(count))
-
-    def pair(self, first: Callable[[Saved], T], second: Callable[[Saved], Any]) -> Any:
-        """Return the two elements of a list, each as its function reads it."""
-        a, b = self.items(2)
-        return first(a), second(b)
 
     def text(self) -> str:
         if not isinstance(self.value, str):
             raise self._want("text")
         return self.value
-
-    def text_or_none(self) -> str | None:
-        return None if self.value is None else self.text()
 
     def switch(self) -> bool:
         if not isinstance(self.value, bool):
@@ -102,14 +95,6 @@ class Saved:
                 f"a number from 0 to {'...' if below is None else below - 1}"
             )
         return self.value
-
-    def count_or_none(self) -> int | None:
-        """Return a whole number from 0, or None."""
-        return None if self.value is None else self.count()
-
-    def number_or_none(self) -> float | None:
-        """Return a number from 0, or None."""
-        return None if self.value is None else self.number()
 
     def number(self) -> float:
         """Return a number from 0, which may be infinity."""
@@ -133,14 +118,12 @@ class Saved:
             raise self.refuse(f"mesh {mesh} has no axis {name!r}")
         return name
 
-    def spec(self, mesh: Mesh, dims: int | None = None) -> Spec:
-        """Return a spec on the mesh, of a tensor of ``dims``."""
+    def spec(self, mesh: Mesh) -> Spec:
+        """Return a spec on the mesh."""
         spec = self.read(Spec.parse)
         for axis in spec.axes:
             if not mesh.has(axis):
                 raise self.refuse(f"{spec} names axis {axis!r}, mesh {mesh} has none")
-        if dims is not None and len(spec.dims) != dims:
-            raise self.refuse(f"{spec} has {len(spec.dims)} dims, the tensor {dims}")
         return spec
 
 
@@ -151,181 +134,89 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     Raises PlanError naming the malformed place.
     """
     saved = Saved(data)
-    mesh = _mesh(saved)
-
-    def specs(name: str) -> tuple[Spec, ...]:
-        return saved[name].each(lambda x: x.spec(mesh))
-
-    def spec_pairs(name: str) -> tuple[tuple[str, Spec], ...]:
-        return saved[name].each(lambda x: x.pair(Saved.text, lambda y: y.spec(mesh)))
-
-    def texts(name: str) -> tuple[str, ...]:
-        return saved.get(name, ()).each(Saved.text)
-
-    values = spec_pairs("values")
-    return Plan(
-        mesh,
-        specs("inputs"),
-        specs("outputs"),
-        spec_pairs("parameters"),
-        spec_pairs("gradients"),
-        values,
-        _nodes(saved, mesh, [name for name, _ in values]),
-        _collectives(saved, mesh),
-        saved["unknown"].each(Saved.text),
-        saved.get("reasons", ()).each(lambda x: x.pair(Saved.text, Saved.text)),
-        texts("notes"),
-        memory=saved.get("memory", ()).each(lambda x: x.pair(Saved.text, Saved.count)),
-        room=saved.get("room", None).count_or_none(),
-        dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
-        schedule=saved.get("schedule", "").text(),
-        experts=texts("experts"),
-        sent_rows=saved.get("sent_rows", ()).each(Saved.count),
-        bodies=saved.get("bodies", ()).each(Saved.count),
-        step_seconds=saved.get("step_seconds", None).number_or_none(),
-        near=texts("near"),
-        regions=texts("regions"),
-        stages=saved.get("stages", ()).each(_stage),
-        microbatches=saved.get("microbatches", None).count_or_none(),
-    )
-
-
-def _mesh(saved: Saved) -> Mesh:
-    """Return the mesh, with links if the file has them."""
     mesh = saved["mesh"].read(Mesh.parse)
     if "links" in saved.value:
-        mesh = replace(mesh, links=saved["links"].each(_link, len(mesh.axes)))
-    return mesh
+        links = saved["links"].each(lambda x: _record(x, Link, mesh), len(mesh.axes))
+        mesh = replace(mesh, links=links)
+    plan: Plan = _record(saved, Plan, mesh, mesh=mesh, timings={})
+    names = {name for name, _ in plan.values}
+    for node, item in zip(plan.nodes, saved["nodes"].items(), strict=True):
+        _check(node, item, names)
+    return plan
 
 
-def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
-    """Return the ops, with the lists saved next to them: lines, modules and reads."""
-    names = set(values)
-    nodes = saved["nodes"].items()
-    lists = {
-        name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
-        or [Saved(empty, name)] * len(nodes)
-        for name, empty in (("lines", None), ("modules", None), ("reads", ()))
-    }
-    rows = zip(nodes, *lists.values(), strict=True)
-    return tuple(
-        replace(
-            _node(node, mesh, names),
-            line=line.text_or_none(),
-            module=module.text_or_none(),
-            reads=_reads(read, node, len(values)),
-        )
-        for node, line, module, read in rows
+# A value of the file, read on a mesh.
+_Reader = Callable[[Saved, Mesh], Any]
+
+
+def _record(saved: Saved, kind: Any, mesh: Mesh, /, **values: Any) -> Any:
+    """Return a dataclass whose fields, but the ``values``, are a table of the file."""
+    for name, (read, default) in _fields(kind).items():
+        if name not in values:
+            field = saved[name] if default is MISSING else saved.get(name, default)
+            values[name] = read(field, mesh)
+    return kind(**values)
+
+
+@cache
+def _fields(kind: type) -> dict[str, tuple[_Reader, Any]]:
+    """Return the reader and the default of each field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {x.name: (_reader(hints[x.name]), x.default) for x in fields(kind)}
+
+
+@cache
+def _reader(kind: Any) -> _Reader:
+    """Return what reads a value of a type."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if is_dataclass(kind):
+        return lambda saved, mesh: _record(saved, kind, mesh)
+    inner = [x if x in (..., NoneType) else _reader(x) for x in get_args(kind)]
+    first: Any = inner[0]
+    if inner[-1] is NoneType:
+        return lambda saved, mesh: None if saved.value is None else first(saved, mesh)
+    if inner[-1] is ...:
+        return lambda saved, mesh: saved.each(lambda x: first(x, mesh))
+    return lambda saved, mesh: tuple(
+        read(x, mesh) for read, x in zip(inner, saved.items(len(inner)), strict=True)
     )
 
 
-def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
-    name = saved["name"].text()
-    shapes = saved["shapes"].each(lambda x: x.each(Saved.count))
-    operands = len(saved["operands"].items())
+_PLAIN: dict[Any, _Reader] = {
+    str: lambda saved, _: saved.text(),
+    int: lambda saved, _: saved.count(),
+    float: lambda saved, _: saved.number(),
+    bool: lambda saved, _: saved.switch(),
+    Axis: Saved.axis,
+    Spec: Saved.spec,
+}
+
+
+def _check(node: NodePlan, saved: Saved, values: Collection[str]) -> None:
+    """Raise PlanError unless an op has as many specs as it has shapes, each of as many
+    dims, and its results are among the ``values``."""
+    shapes, operands = node.shapes, len(node.operands)
     results = len(shapes) - operands
     if results < 0:
         raise saved["shapes"].refuse(
             f"at least {operands} shapes are expected, one for each operand"
         )
-    for result_name in [f"{name}.{i}" for i in range(results)]:
-        if result_name not in values and not (results == 1 and name in values):
+    for result_name in [f"{node.name}.{i}" for i in range(results)]:
+        if result_name not in values and not (results == 1 and node.name in values):
             raise saved["name"].refuse(
-                f"no value is named {result_name if results > 1 else name}"
+                f"no value is named {result_name if results > 1 else node.name}"
             )
-
-    def specs(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Spec, ...]:
-        items = saved[name].items(len(shapes))
-        pairs = zip(items, shapes, strict=True)
-        return tuple(item.spec(mesh, len(shape)) for item, shape in pairs)
-
-    def axes(x: Saved) -> tuple[str, ...]:
-        return x.each(lambda y: y.axis(mesh))
-
-    def passed(x: Saved) -> tuple[str, str, int]:
-        axis, reduction, passage = x.items(3)
-        return axis.axis(mesh), reduction.text(), passage.count()
-
-    return NodePlan(
-        name=name,
-        op=saved["op"].text(),
-        factors=saved["factors"].each(lambda x: x.pair(Saved.text, axes)),
-        passes=saved["passes"].each(passed),
-        operands=specs("operands", shapes[:operands]),
-        results=specs("results", shapes[operands:]),
-        settled=specs("settled", shapes[operands:]),
-        shapes=shapes,
-        dtypes=saved["dtypes"].each(Saved.text, len(shapes)),
-        rule=saved["rule"].text(),
-    )
-
-
-def _reads(saved: Saved, node: Saved, values: int) -> tuple[int, ...]:
-    count = len(node["operands"].items()) if saved.value else None
-    return saved.each(lambda x: x.count(below=values), count)
-
-
-def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
-    collectives = saved["collectives"].items()
-    saved_sources = saved.get("sources", ())
-    sources = (
-        saved_sources.each(Saved.text, len(collectives))
-        if saved_sources.value
-        else [""] * len(collectives)
-    )
-    return tuple(
-        Collective(
-            c["kind"].text(),
-            c["axes"].each(lambda x: x.axis(mesh)),
-            c["bytes"].count(),
-            source,
-        )
-        for c, source in zip(collectives, sources, strict=True)
-    )
-
-
-def _moved(saved: Saved, mesh: Mesh) -> Moved:
-    """Return the Moved that ``_plain`` wrote."""
-    return Moved(
-        source=saved["source"].spec(mesh),
-        target=saved["target"].spec(mesh),
-        steps=saved["steps"].each(Saved.text),
-        calls=saved["calls"].count(),
-        bytes=saved["bytes"].count(),
-        seconds=None if saved["seconds"].value is None else saved["seconds"].number(),
-        line=saved["line"].text(),
-    )
-
-
-def _stage(saved: Saved) -> PipelineStage:
-    """Return the stage that ``asdict_shallow`` wrote."""
-    return PipelineStage(
-        saved["index"].count(),
-        saved["place"].count(),
-        saved["ops"].each(Saved.text),
-        saved["parameters"].each(Saved.text),
-        saved.get("forward_seconds", 0.0).number(),
-        saved.get("backward_seconds", 0.0).number(),
-        saved["bytes"].count(),
-        saved["sent_bytes"].count(),
-        saved["begin"].text(),
-    )
-
-
-def _link(saved: Saved) -> Link:
-    """Return the link that ``asdict`` wrote."""
-    inner = saved["inner"]
-    return Link(
-        bandwidth=saved["bandwidth"].number(),
-        latency=saved["latency"].number(),
-        overhead=saved["overhead"].number(),
-        tree=saved["tree"].switch(),
-        inside=saved["inside"].count(),
-        inner=None if inner.value is None else _link(inner),
-        kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
-        copy_launch=saved.get("copy_launch", 0.0).number(),
-        copy_byte=saved.get("copy_byte", 0.0).number(),
-        copy_near=saved.get("copy_near", ()).each(
-            lambda x: x.pair(Saved.number, Saved.number)
-        ),
-    )
+    for name, part in (
+        ("operands", shapes[:operands]),
+        ("results", shapes[operands:]),
+        ("settled", shapes[operands:]),
+    ):
+        items = saved[name].items(len(part))
+        for item, spec, shape in zip(items, getattr(node, name), part, strict=True):
+            if len(spec.dims) != len(shape):
+                dims = f"{len(spec.dims)} dims, the tensor {len(shape)}"
+                raise item.refuse(f"{spec} has {dims}")
+    saved["dtypes"].items(len(shapes))
+    if node.reads:
+        saved["reads"].each(lambda x: x.count(below=len(values)), operands)

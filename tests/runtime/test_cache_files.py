@@ -71,11 +71,11 @@ Loader = Callable[[], Any]
 
 
 def _program(plan: Any) -> tuple[Path, Loader]:
-    new = known_programs.KnownProgram(KEY, "number")
     results = {0: Spec("dp", None)}
-    local = plan.result.local
-    record = known_programs.describe(new, plan.result.plan, results, ["sum"], local)
-    known_programs.keep(new, record)
+    known = known_programs.KnownProgram(
+        KEY, "number", plan.result.plan, results, ("sum",)
+    )
+    known_programs.keep(known)
 
     def load() -> Any:
         record = cache_files.read_record(path, known_programs.FORMAT, KEY, dict)

@@ -95,11 +95,10 @@ def kept(disk: Path) -> tuple[known_programs.KnownProgram, Path]:
     new = known_programs.look_up("a program", "tag")
     assert new is not None and new.plan is None
     results = {0: Spec("dp", None)}
-    local = plan.result.local
-    record = known_programs.describe(
-        new, plan.result.plan, results, ["all_reduce"], local
+    known = replace(
+        new, plan=plan.result.plan, results=results, launches=("all_reduce",)
     )
-    known_programs.keep(new, record)
+    known_programs.keep(known)
     (path,) = disk.glob("*.program.json")
     found = known_programs.look_up("a program", "tag")
     assert found is not None and found.plan is not None

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
 from fxpar.sharding.cost.streams import Simulation, Task
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from delta_simulation import DeltaSimulation
 
 AXES = ("a", "b", "c")
 
@@ -55,7 +60,7 @@ def test_any_change_gives_what_a_simulation_by_hand_gives(compiled: bool) -> Non
     chance = random.Random(2)
     for _ in range(60):
         tasks = random_tasks(chance, chance.randint(1, 50))
-        simulation = Simulation(tasks, axes=AXES, compiled=compiled)
+        simulation = DeltaSimulation(tasks, axes=AXES, compiled=compiled)
         assert (simulation.seconds, list(simulation.ends)) == by_hand(tasks)
         free = [i for i, task in enumerate(tasks) if task.axes or task.of is None]
         for _ in range(10):
@@ -71,12 +76,16 @@ def test_any_change_gives_what_a_simulation_by_hand_gives(compiled: bool) -> Non
                 )
             seconds = simulation.change(durations, along)
             assert (seconds, list(simulation.ends)) == by_hand(tasks)
+            again = Simulation(tasks)
+            assert (again.seconds, again.ends) == by_hand(tasks)
+            assert again.starts == list(simulation.starts)
+            assert again.clock(-1) == simulation.clock(-1)
 
 
 def test_what_a_collective_waits_for_holds_compute_back() -> None:
     scatter = [Task("scatter", 2.0, ("a",)), Task("reduce", 3.0, ("b",), of=1)]
     tasks = [Task("run", 1.0), *scatter, Task("run", 4.0), Task("wait", of=2)]
-    simulation = Simulation(tasks, axes=AXES, compiled=False)
+    simulation = DeltaSimulation(tasks, axes=AXES, compiled=False)
     assert list(simulation.ends) == [1.0, 3.0, 6.0, 7.0, 7.0]
     # Without the second step nothing waits for the first but the wait, for its result.
     assert simulation.change({2: 0.0}) == 5.0
@@ -88,6 +97,33 @@ def test_a_change_that_only_a_wait_sees_later() -> None:
     sends = [Task("first", 10.0, ("a",)), Task("second", 10.0, ("b",))]
     tasks = [*sends, Task("third", 1.0, ("a", "b")), Task("run", 1.0)]
     tasks += [Task("wait", of=0), Task("run", 5.0)]
-    simulation = Simulation(tasks, axes=AXES, compiled=False)
+    simulation = DeltaSimulation(tasks, axes=AXES, compiled=False)
     assert simulation.seconds == 15.0
     assert simulation.change({0: 8.0}) == 13.0
+
+
+def test_waits_have_no_duration_to_change() -> None:
+    tasks = [Task("s", 1.0, ("a",)), Task("w", of=0)]
+    simulation = DeltaSimulation(tasks, compiled=False)
+    with pytest.raises(ValueError, match="task 1"):
+        simulation.change({1: 2.0})
+    with pytest.raises(IndexError):
+        simulation.change({2: 2.0})
+
+
+def test_only_what_follows_a_change_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = [Task("send", 100.0, ("a",)), *(Task("run", 1.0) for _ in range(10))]
+    tasks += [Task("wait", of=0), *(Task("run", 1.0) for _ in range(10))]
+    simulation = DeltaSimulation(tasks, compiled=False)
+    stops: list[int] = []
+    run = simulation._advance
+    monkeypatch.setattr(
+        simulation, "_advance", lambda *args: stops.append(run(*args)) or stops[-1]
+    )
+    assert simulation.change({3: 2.0}) == 110.0
+    assert stops == [11]  # the wait takes up what the kernel lost
+    assert simulation.change({0: 101.0}) == 111.0
+    assert stops[1] == len(tasks) - 1
+    assert simulation.change({}) == 111.0

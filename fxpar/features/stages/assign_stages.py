@@ -320,11 +320,11 @@ def _stages(
             place,
             tuple(ops[i]),
             tuple(read[i].values()),
-            seconds[i][FORWARD],
-            seconds[i][BACKWARD],
             sum(map(bytes_of, read[i])),
             sent[i],
             begin_names[i],
+            seconds[i][FORWARD],
+            seconds[i][BACKWARD],
         )
         for i, place in enumerate(places)
     )

@@ -1,8 +1,7 @@
 """Predicts one step of a local graph on one rank: times, streams, memory.
 
-In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tasks_of``
-gives its tasks, for a ``Simulation`` of a search that changes one duration after the
-other. Never runs and never changes the graph; linear in nodes.
+In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. Never runs
+and never changes the graph; linear in nodes.
 
 ``launches`` decides what is launched, and which ops are one kernel;
 ``sharding.cost.streams`` when it runs, with the streams of PyTorch and NCCL. A kernel
@@ -42,7 +41,6 @@ __all__ = [
     "Traffic",
     "launch_seconds",
     "simulate",
-    "tasks_of",
 ]
 
 COMPUTE = "compute"
@@ -174,7 +172,7 @@ def simulate(
     """
     launches = launches or launches_of(graph, fused=fused)
     work = _work(launches, mesh, _machine(hardware, fused), tf32)
-    times = Simulation(work.tasks, compiled=False)
+    times = Simulation(work.tasks)
     live = residency(launches, keep_inputs=keep_inputs, in_place=fused)
     events = _events(launches.launches, work, times)
     in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
@@ -192,20 +190,6 @@ def simulate(
         _largest(live),
         None if first is None else times.starts[work.first[first]],
     )
-
-
-def tasks_of(
-    graph: fx.Graph,
-    mesh: Mesh,
-    hardware: Hardware,
-    *,
-    fused: bool = True,
-    tf32: bool = False,
-) -> list[Task]:
-    """Return the tasks that ``simulate`` times, for a ``Simulation``; arguments and
-    errors as there."""
-    launches = launches_of(graph, fused=fused)
-    return _work(launches, mesh, _machine(hardware, fused), tf32).tasks
 
 
 def launch_seconds(

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,39 +129,27 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
         return None
 
 
-def describe(
-    program: KnownProgram,
-    plan: Plan,
-    results: Mapping[int, Spec],
-    launches: Sequence[str],
-    local: fx.Graph,
-    *,
-    shared: bool = False,
-    written: Collection[int] = (),
-    divisors: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """Return what is known of a program that was planned now, as data. ``local``: its
-    graph; all else as in KnownProgram."""
+def _record_of(program: KnownProgram) -> dict[str, Any]:
+    """Return a program as data, which ``_read`` reads."""
+    if program.refused:
+        return {"number": program.number, "refused": program.refused}
+    assert program.plan is not None, "it was planned"
     return {
         "number": program.number,
-        "plan": plan.to_record(),
-        "results": {str(i): str(spec) for i, spec in results.items()},
-        "launches": list(launches),
-        "groups": [list(axes) for axes in _groups_of(local)],
-        "shared": shared,
-        "written": sorted(written),
-        "divisors": dict(divisors or {}),
+        "plan": program.plan.to_record(),
+        "results": {str(i): str(spec) for i, spec in program.results.items()},
+        "launches": program.launches,
+        "groups": program.groups,
+        "shared": program.shared,
+        "written": program.written,
+        "divisors": dict(program.divisors),
     }
 
 
-def describe_asked(program: KnownProgram, error: DivisorsAsked) -> dict[str, Any]:
-    """Return as data a program whose plan requires its open sizes to be multiples."""
-    return describe(program, error.plan, {}, (), fx.Graph(), divisors=error.divisors)
-
-
-def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
-    """Save on disk a program that was compiled now: the record of ``describe``."""
-    cache_files.write_record(_path(program.key), FORMAT, program.key, dict(record))
+def keep(program: KnownProgram) -> None:
+    """Save on disk a program that was compiled or refused now."""
+    record = _record_of(program)
+    cache_files.write_record(_path(program.key), FORMAT, program.key, record)
 
 
 def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
@@ -199,11 +187,12 @@ class Leader:
     shared: bool = False  # whether the compiled code serves all ranks
     has_sent_plan: bool = False  # whether the others know the plan
 
-    def tell_plan(self, record: Mapping[str, Any] | None) -> None:
+    def tell_plan(self, planned: KnownProgram | None) -> None:
         """Send what was planned; None if nothing was, so that each rank finds out by
         itself what is wrong."""
+        record = planned and _record_of(planned)
         consensus.gather(f"the plan of {self.name}", json.dumps(record))
-        self.has_sent_plan = record is not None
+        self.has_sent_plan = planned is not None
 
     def _tell_compiled(self, refused: str = "") -> None:
         """Send that it is compiled, or why sizes cannot be left open."""
@@ -231,17 +220,18 @@ class Leader:
         """Send an error. With open sizes the others then do the same as this rank: fix
         the sizes, or trace with the divisors that the plan requires."""
         if isinstance(error, DivisorsAsked):
-            self.tell_plan(describe_asked(self.program, error))
+            planned = replace(self.program, plan=error.plan, divisors=error.divisors)
+            self.tell_plan(planned)
         elif not self.is_open:
             if not self.has_sent_plan:
                 self.tell_plan(None)
         elif self.has_sent_plan:
             self._tell_compiled(refusal_of(error))
         else:
-            record = {"number": self.program.number, "refused": refusal_of(error)}
-            self.tell_plan(record)
+            refused = replace(self.program, refused=refusal_of(error))
+            self.tell_plan(refused)
             if isinstance(error, _REFUSALS):
-                keep(self.program, record)
+                keep(refused)
 
 
 def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
@@ -306,7 +296,7 @@ def text_of(
     )
 
 
-def _groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+def groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
     """Return the axes of the process groups that a graph uses, in order."""
     names = (
         arg

@@ -303,7 +303,7 @@ class Calls:
         self.variants.closed |= {size.name for size in run.sizes.fixed}
         self.variants.refused = ""
         size_range = replace(run.sizes, plan=run.plan)
-        return opened.caller(run, run.sizes.written), size_range
+        return opened.caller(run, run.written), size_range
 
     def _fixed(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Return a variant for the sizes of these arguments alone."""

@@ -17,17 +17,16 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
     placeholders,
 )
 from fxpar.runtime.calls import outside_graphs
+from fxpar.runtime.calls.compile_variants import CompileJob
 from fxpar.runtime.calls.open_sizes import SizeRange
 from fxpar.runtime.calls.rows_to_experts import agreed_room
 from fxpar.runtime.ranks import drift, mean_gradients, meeting
-from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
@@ -127,12 +126,8 @@ class Compiled:
     plan: Plan | None
     # Specs of its results, by position.
     results: Mapping[int, Spec]
-    # Names of its arguments.
-    names: Sequence[str]
-    # Options it was compiled with.
-    options: Options
-    # This rank in the mesh, and its process groups.
-    ranks: Ranks
+    # The request, with the ranks on the mesh that was chosen, without open sizes.
+    job: CompileJob
     # The user's line of the graph break that ends the graph, if any.
     broken_at: str | None
     # The sizes it holds for; None: it leaves none open.
@@ -145,6 +140,7 @@ class Compiled:
     with_room: WithRoom | None = None
 
     def __post_init__(self) -> None:
+        self._names = [x.name for x in self.job.named_inputs]
         self.sent_rows = self.plan.sent_rows if self.plan is not None else ()
         self._of_room = dict[int, Compiled]()
         if self.plan is not None:
@@ -163,7 +159,7 @@ class Compiled:
         return self._of_room[room]._run(args)
 
     def _run(self, args: Sequence[Any]) -> Any:
-        outside_graphs.graph_runs(self, self.broken_at, args, self.names)
+        outside_graphs.graph_runs(self, self.broken_at, args, self._names)
         try:
             outputs = self._begun(args) if self._first else self.compiled(*args)
         except RuntimeError as error:
@@ -173,12 +169,13 @@ class Compiled:
             self._watches = _torch.aot.watch_backward(
                 outputs, self._backward_begins, name_lost_ranks
             )
-            if self._watches and self.ranks.manual is not None:
+            if self._watches and self.job.ranks.manual is not None:
                 mean_gradients.serve_backward(args, outputs)
-        return outputs if self.options.outputs == "global" else self._dressed(outputs)
+        is_global = self.job.options.outputs == "global"
+        return outputs if is_global else self._dressed(outputs)
 
     def _backward_begins(self, gradients: Sequence[Any]) -> None:
-        if self.options.outputs == "global" and self.ranks.mesh.size > 1:
+        if self.job.options.outputs == "global" and self.job.ranks.mesh.size > 1:
             drift.note_gradients(self.source_line, gradients)
 
     def _begun(self, args: Sequence[Any]) -> Any:
@@ -193,7 +190,7 @@ class Compiled:
         """Return the results as DTensors. One that the graph does not compute (an input
         handed through) is a global value."""
         return type(outputs)(
-            self.ranks.dtensor(x, self.results.get(i) or Spec.whole(x.dim()))
+            self.job.ranks.dtensor(x, self.results.get(i) or Spec.whole(x.dim()))
             if isinstance(x, torch.Tensor)
             else x
             for i, x in enumerate(outputs)

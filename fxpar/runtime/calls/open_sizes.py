@@ -285,8 +285,6 @@ class SizeRange:
 
     # Sizes that were to be left open, but were fixed by guards.
     fixed: tuple[OpenSize, ...]
-    # Positions of the program's inputs that it writes to.
-    written: frozenset[int]
     # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
     contains: Callable[[Any, Any], bool] = field(repr=False)
     # The conditions on sizes, as the plan prints them.
@@ -322,9 +320,7 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     text = guards
     for size, unit, name in zip(program.sizes, program.units, names, strict=True):
         text = text.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
-    return SizeRange(
-        tuple(program.fixed()), frozenset(written), scope["contains"], shortened(text)
-    )
+    return SizeRange(tuple(program.fixed()), scope["contains"], shortened(text))
 
 
 # The number of conditions on sizes that a plan prints.

@@ -77,8 +77,6 @@ class JointState(PipelineState):
     open_shares: tuple[str, ...] = ()
     # A plan to apply again, from the request or from disk.
     recalled: Plan | None = None
-    # The request before that plan's mesh was taken; set with ``recalled``.
-    request_before: Request = field(init=False)
     # ``recalled`` if its schedule is to be taken too, instead of one that is chosen.
     plan_with_schedule: Plan | None = None
     # Key of the plan on disk; "" if none is looked for.

@@ -77,38 +77,41 @@ def parts_of(request: Request) -> int:
 
 
 def look_up_plan(graph: fx.Graph, state: JointState) -> None:
-    """Look for the plan to follow, in the request or on disk."""
+    """Follow the plan that the request or the disk has, if there is one."""
     request = state.request = _searchable(state.request)
-    mode, whole = request.mode, None
     state.program = _program(state)
-    if not isinstance(mode, Plan) and not request.meshes:
+    if isinstance(request.mode, Plan):
+        state.plan_with_schedule = _follow(state, request.mode)
+        return
+    if not request.meshes:
         request = _on(state, refine(state.program, request))
-        mode = request.mode
-    if isinstance(mode, Plan):
-        whole = mode
-        state.recalled = state.plan_with_schedule = _as_planned(mode, request)
-    elif request.cached and plan_store.is_on() and isinstance(mode, SearchOptions):
-        state.key = plan_store.key_of(state.program, state.graph, request)
-        stored = plan_store.load(state.key, mode.seconds)
-        if stored is not None:
-            whole, schedule_chosen = stored
-            state.recalled = _as_planned(whole, request)
-            state.plan_with_schedule = (
-                state.recalled if schedule_chosen and not request.options.tune else None
-            )
-            note = state.recalled.notes[-1]
-            log.info("a stored plan is used, nothing is searched: %s", note)
-    if whole is not None:
-        state.request_before = state.request
-        _follow(state, whole)
+    mode = request.mode
+    if not (request.cached and plan_store.is_on() and isinstance(mode, SearchOptions)):
+        return
+    state.key = plan_store.key_of(state.program, state.graph, request)
+    stored = plan_store.load(state.key, mode.seconds)
+    if stored is None:
+        return
+    whole, schedule_chosen = stored
+    try:
+        plan = _follow(state, whole)
+    except PlanError as error:
+        log.info("the stored plan does not fit, so it is searched again: %s", error)
+        state.recalled, state.request = None, request
+        state.program = _program(state)
+        return
+    log.info("a stored plan is used, nothing is searched: %s", plan.notes[-1])
+    if schedule_chosen and not request.options.tune:
+        state.plan_with_schedule = plan
 
 
-def _follow(state: JointState, whole: Plan) -> None:
-    """Put the mesh, stages and microbatches of a plan into the request."""
-    request, plan = state.request, _as_planned(whole, state.request)
+def _follow(state: JointState, whole: Plan) -> Plan:
+    """Make the decision that a plan describes, on its mesh and with its stages and
+    microbatches, and return it as planned. Raises PlanError if it does not fit."""
+    request = state.request
+    plan = state.recalled = _as_planned(whole, request)
     if whole.stages and request.microbatches is None:
-        request = replace(request, microbatches=whole.microbatches)
-        state.request = request
+        request = state.request = replace(request, microbatches=whole.microbatches)
     staged = map(with_planned_axis, request.staged)
     open_axes = [mesh.unrefined.axes for mesh in (*request.meshes, *staged)]
     own_axes = request.mesh.unrefined.axes
@@ -116,6 +119,16 @@ def _follow(state: JointState, whole: Plan) -> None:
         _on(state, whole.mesh)
     elif plan.mesh.is_refined and plan.mesh.unrefined.axes == own_axes:
         _on(state, plan.mesh)
+    # Moments that the plan does not contain were expanded before it was made.
+    planned_names = {node.name for node in plan.nodes}
+    pools = normalize.pool_gradients_of(state.graph)
+    pools = [node for node in pools if node.name not in planned_names]
+    _rewrite(state, pools, normalize.join_pool_gradients)
+    moments = normalize.moments_of(state.program)
+    moments = [node for node in moments if node.name not in planned_names]
+    _rewrite(state, moments, normalize.expand_moments)
+    state.decision = recall(_program(state), state.request.mesh, plan)
+    return plan
 
 
 def _as_planned(plan: Plan, request: Request) -> Plan:
@@ -211,15 +224,7 @@ def _is_searched(request: Request) -> bool:
 
 
 def make_plan(graph: fx.Graph, state: JointState) -> None:
-    """Make the decision: recall it, search it or propagate it."""
-    if state.recalled is not None:
-        try:
-            _recall(state, state.recalled)
-        except PlanError as error:
-            if not state.key:
-                raise
-            log.info("the stored plan does not fit, so it is searched again: %s", error)
-            _forget_recalled(state)
+    """Make the decision, unless it is recalled: search it or propagate it."""
     request = state.request
     if state.recalled is None and (request.meshes or state.decision is None):
         with stage(SEARCH if _is_searched(request) else PLAN), old_objects_kept():
@@ -237,29 +242,6 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     for rival in () if state.open_shares else decision.rivals:
         on_mesh = request.on(rival.mesh) if request.meshes else state.request
         state.rivals += ((on_whole_mesh(rival, on_mesh), on_mesh),)
-
-
-def _recall(state: JointState, plan: Plan) -> None:
-    """Make the decision that a plan describes. Raises PlanError if it does not fit."""
-    # Moments that the plan does not contain were expanded before it was made.
-    planned_names = {node.name for node in plan.nodes}
-    pools = normalize.pool_gradients_of(state.graph)
-    pools = [node for node in pools if node.name not in planned_names]
-    _rewrite(state, pools, normalize.join_pool_gradients)
-    moments = normalize.moments_of(state.program)
-    moments = [node for node in moments if node.name not in planned_names]
-    _rewrite(state, moments, normalize.expand_moments)
-    state.decision = recall(_program(state), state.request.mesh, plan)
-
-
-def _forget_recalled(state: JointState) -> None:
-    """Bring the state back to what ``make_plan`` gets where no plan is on disk."""
-    state.recalled = state.plan_with_schedule = None
-    state.request = state.request_before
-    state.program = _program(state)
-    for step in (join_pool_gradients, expand_moments):
-        if step.__name__ not in state.request.options.disable:
-            step(state.graph, state)
 
 
 def describe(graph: fx.Graph, state: JointState) -> None:

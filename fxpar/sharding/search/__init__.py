@@ -4,7 +4,7 @@ In: a Program, a Mesh with links, Hardware, hints. Out: a strategy per op and a 
 value, with a proved bound. ``search_space`` lists strategies and specs, ``ties`` ties
 layers that repeat, ``formulate`` makes the pairwise problem that ``solver`` solves, at
 the prices of ``sharding.cost`` and ``sharding.reshard``; ``run_search`` runs it, and
-``rank_candidates`` compares plans in a simulation in which communication overlaps.
+``rank_candidates`` gives further plans that may be faster once communication overlaps.
 Never: changes a graph or needs a process group.
 
 Sources: Alpa (OSDI 2022, section 4), FlexFlow (SysML 2019); TRW-S and HiGHS to solve.

@@ -33,7 +33,7 @@ from fxpar.errors import PlanError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Output, Program
+from fxpar.sharding.program import Output, Program, is_view
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.exchange_groups import price_together
@@ -76,6 +76,27 @@ class Formulation:
     def launches(self) -> float:
         """Return the seconds that all kernels take to start."""
         return sum(map(self.launches_of, range(len(self.kernels.works))))
+
+    @cached_property
+    def hidden(self) -> tuple[bool, ...]:
+        """Return for each edge whether compute may hide what it costs: no op waits for
+        an input that is gathered ahead, or a gradient that no op computes with."""
+        kinds = [node.kind for node in self.nodes]
+        waiting = [
+            i
+            for i, node in enumerate(self.nodes)
+            if node.kind == "op" and not is_view(self.program.ops[node.of])
+        ]
+        makers: dict[int, list[int]] = {}
+        for i, j, _ in self.problem.edges:
+            makers.setdefault(j, []).append(i)
+        awaited = set(waiting)  # nodes whose values ops compute with
+        while waiting:
+            read = {i for i in makers.get(waiting.pop(), ()) if kinds[i] != "output"}
+            waiting += read - awaited
+            awaited |= read
+        edges = self.problem.edges
+        return tuple(kinds[i] == "input" or j not in awaited for i, j, _ in edges)
 
 
 def formulate(

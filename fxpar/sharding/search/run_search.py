@@ -67,7 +67,7 @@ class SearchOptions:
     enough: float = math.inf
     # Gap at which it ends; problems with few strategies are solved to the optimum.
     tolerance: float = _CLOSE
-    # Whether, of a few good plans, the one with the shortest simulated step is taken.
+    # Whether further plans that may be faster once communication overlaps are given.
     ranked: bool = True
     # Whether layers that repeat take equal choices: quick, and nothing is proved.
     equal_layers: bool = False

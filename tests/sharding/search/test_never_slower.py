@@ -106,7 +106,7 @@ def test_models(
 def test_large_programs(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few plans of them are lowered, conventions that come near among these."""
     monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
-    monkeypatch.setattr(rank_candidates, "_SIMULATED", 0)
+    monkeypatch.setattr(rank_candidates, "_LARGE", 0)
 
     def planned(on: str) -> Any:
         return lambda mode: fxpar.plan(mlp(2), batch(), mesh=on, mode=mode, grad=True)

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpar
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation, cost_of
-from fxpar.sharding.search.rank_candidates import Overlap, discounted
+from fxpar.sharding.search.rank_candidates import discounted
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.solver import evaluate
 from tests.helpers.machines import machine
@@ -27,6 +27,7 @@ from tests.helpers.programs import batch, mlp
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from random_walk import Moves, walk
+from simulated_choice import Overlap
 
 MESH = "dp=2,tp=2"
 
@@ -117,8 +118,7 @@ def test_gradients_are_reduced_beside_the_backward(
     form, problem = found.formulation, found.formulation.problem
     step = Overlap(form, choice)
     sent: dict[int, float] = {}
-    aside = layout(form, ("dp",)).aside
-    for (i, j, t), free in zip(problem.edges, aside, strict=True):
+    for (i, j, t), free in zip(problem.edges, form.hidden, strict=True):
         if problem.tables[t][choice[i], choice[j]] > 0:
             assert free, "data parallelism waits for no collective"
             sent[i] = sent.get(i, 0.0) + float(problem.tables[t][choice[i], choice[j]])
@@ -155,6 +155,46 @@ def test_changes_give_what_a_new_simulation_gives(found: SearchResult) -> None:
             kept = changes if kind == 1 else {}
             assert step.change(kept) == (expected if kind == 1 else before)
     assert step.change({}) == Overlap(form, step.choice).seconds
+
+
+@pytest.mark.parametrize(
+    ("mesh", "whole"),
+    [
+        pytest.param("dp=2", False, marks=pytest.mark.slow),
+        pytest.param("dp=2", True, marks=pytest.mark.slow),
+        ("dp=4", True),
+    ],
+)
+def test_a_step_costs_what_is_predicted_of_it(
+    mesh: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a Llama on cores that ranks share, before a schedule; gradients of whole
+    parameters are reduced in buckets."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu:2")
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    model, ids = LlamaForCausalLM(config), torch.randint(0, 1024, (4, 64))
+    hints = {n: (None,) * p.dim() for n, p in model.named_parameters()}
+    plan = fxpar.plan(
+        model,
+        mesh=mesh,
+        mode="search",
+        grad=True,
+        schedule="none",
+        hints=hints if whole else None,
+        input_ids=ids,
+        labels=ids,
+    )
+    search = plan.result.decision.search
+    simulated = Overlap(search.formulation, search.solution.choice).seconds
+    assert simulated == pytest.approx(plan.predicted.seconds, rel=0.05)
 
 
 # The walk
@@ -223,9 +263,7 @@ def test_what_compute_may_hide_is_cheaper(found: SearchResult) -> None:
     for choice in random_choices(form, 8, 20):
         aside = [
             float(problem.tables[t][choice[i], choice[j]])
-            for (i, j, t), free in zip(
-                problem.edges, layout(form, ()).aside, strict=True
-            )
+            for (i, j, t), free in zip(problem.edges, form.hidden, strict=True)
             if free
         ]
         assert sum(aside) > 0

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import fxpar
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.simulate.launches import launches_of
@@ -23,7 +21,6 @@ from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search.rank_candidates import step_seconds
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_nn
 
@@ -118,43 +115,3 @@ def test_light_ops_cost_what_their_kernels_take(op: Any, args: Any, name: str) -
         )
         paid = seconds(call, work, strategy, mesh, machine)
         assert paid == pytest.approx(taken, rel=0.05), strategy
-
-
-@pytest.mark.parametrize(
-    ("mesh", "whole"),
-    [
-        pytest.param("dp=2", False, marks=pytest.mark.slow),
-        pytest.param("dp=2", True, marks=pytest.mark.slow),
-        ("dp=4", True),
-    ],
-)
-def test_a_step_costs_what_is_predicted_of_it(
-    mesh: str, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a Llama on cores that ranks share, before a schedule; gradients of whole
-    parameters are reduced in buckets."""
-    monkeypatch.setenv("FXPAR_HARDWARE", "cpu:2")
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    model, ids = LlamaForCausalLM(config), torch.randint(0, 1024, (4, 64))
-    hints = {n: (None,) * p.dim() for n, p in model.named_parameters()}
-    plan = fxpar.plan(
-        model,
-        mesh=mesh,
-        mode="search",
-        grad=True,
-        schedule="none",
-        hints=hints if whole else None,
-        input_ids=ids,
-        labels=ids,
-    )
-    search = plan.result.decision.search
-    simulated = step_seconds(search.formulation, search.solution.choice)
-    assert simulated == pytest.approx(plan.predicted.seconds, rel=0.05)

@@ -15,12 +15,9 @@ from fxpar.errors import PlanError
 from fxpar.sharding.candidates import choose
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
 from fxpar.sharding.cut_in_time import cut_in_time
-from fxpar.sharding.decide import decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.formulate import cost_of
-from fxpar.sharding.search.rank_candidates import Overlap, Portion, step_seconds
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from tests.helpers.machines import machine
 from tests.helpers.programs import program_of
@@ -86,31 +83,6 @@ def test_all_parts_take_as_many_times_what_one_takes() -> None:
     one = found_for(program, "dp=2", dear, PartProgram(program, cut, PARTS))
     step = found_for(program, "dp=2", dear, PartProgram(program, cut, PARTS, paid=8))
     assert step.predicted == pytest.approx(PARTS * one.predicted, rel=1e-9)
-
-
-def test_reductions_are_hidden_by_the_last_part_alone() -> None:
-    """Simulated one stream after the other a step is what it costs; beside compute no
-    more than the last part hides of what is done once."""
-    program = program_of(layers(), rows().requires_grad_(), mesh="dp=2", grad=True)
-    cut = cut_in_time(program)
-    assert cut is not None
-    mesh = Mesh.parse("dp=2")
-    slow = replace(machine(), levels=(Level(0, 1e7, 0.0, 0.0),), beside=0.0)
-    by_hand = decide(program, mesh, {}).strategies
-
-    def hidden(count: int) -> float:
-        part = PartProgram(program, cut, count, paid=count)
-        form = found_for(program, "dp=2", slow, part).formulation
-        choice = cost_of(form, by_hand).choice
-        alone = Overlap(form, choice, overlap=False)
-        seconds = alone.seconds
-        last, other = (
-            alone.seconds_of(Portion(1 / count, once)) for once in (1.0, 0.0)
-        )
-        assert last + (count - 1) * other == pytest.approx(seconds, rel=1e-9)
-        return seconds - step_seconds(form, choice)
-
-    assert 0 < hidden(PARTS) < 0.3 * hidden(1)
 
 
 @pytest.mark.parametrize("meshes", [(), (Mesh.parse("dp=2"), Mesh.parse("tp=2"))])

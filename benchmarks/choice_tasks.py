@@ -4,7 +4,7 @@ launch.
 In: a Formulation. Out: ``Layout``: tasks without durations, and the node or edge of
 each: a kernel for each op, and for each edge one that copies and a row of collectives,
 one for each step that its reshard may take. No choice changes them or their order;
-durations and axes are added by ``rank_candidates.Overlap``. Never: looks at a cost,
+durations and axes are added by ``simulated_choice.Overlap``. Never: looks at a cost,
 except to leave out edges that have none.
 
 Collectives are placed as lowering does (``passes.insert_reshards``,
@@ -75,9 +75,6 @@ class Layout:
     rows: tuple[EdgeTasks, ...]
     # The value that each edge moves, None if it moves none.
     edge_values: tuple[EdgeValue | None, ...]
-    # Whether no op waits for an edge's value at once: an input gathered ahead, or a
-    # gradient that no op computes with.
-    aside: tuple[bool, ...]
 
 
 def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
@@ -300,13 +297,7 @@ class _TasksOfChoice:
             for row in self.rows
         ]
         kernels = {node: index[task] for node, task in self.kernels.items()}
-        aside = [
-            self.formulation.nodes[i].kind == "input" or self.first[j] == self.end
-            for i, j, _ in self.formulation.problem.edges
-        ]
-        return Layout(
-            tuple(tasks), kernels, tuple(rows), self.edge_values, tuple(aside)
-        )
+        return Layout(tuple(tasks), kernels, tuple(rows), self.edge_values)
 
 
 def _has_costs(table: np.ndarray) -> bool:
