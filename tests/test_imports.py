@@ -47,7 +47,8 @@ LEVELS = [
     {"runtime", "explain"},
     # Each registers itself in the list of steps and in tables of the core.
     {"features"},
-    {"pipeline"},
+    # ``fusion.apply`` is an entry too: it has the verbs of all features.
+    {"pipeline", "fusion/__init__"},
     {"choose_plan"},
     # Plans to find where parameters rest.
     {"runtime/at_rest/used_layouts"},
@@ -82,17 +83,14 @@ FEATURES = "features/__init__.py"
 
 # Files of the core that import a room even so. This list gets shorter, not longer.
 TIES = {
-    ("fusion/memory_order.py", "passes/attention"),
     ("choose_plan.py", "features/experts"),
     ("fusion/verbs/balance.py", "passes/attention"),
     ("fusion/verbs/flex_ring.py", "passes/attention"),
     ("fusion/verbs/ring_attention.py", "passes/attention"),
-    ("passes/local/local_ops.py", "passes/attention"),
     ("backend.py", "passes/regions"),
     ("choose_plan.py", "passes/regions"),
     ("runtime/calls/compiled_graph.py", "passes/regions"),
     ("runtime/shard_map.py", "passes/regions"),
-    ("compilation.py", "passes/stages"),
     ("passes/simulate/lockstep.py", "passes/stages"),
     ("passes/simulate/simulate_pipeline.py", "passes/stages"),
     ("runtime/steps/plan_steps.py", "passes/stages"),

@@ -1,22 +1,45 @@
 """Adds attention over split sequences, and softmax over split dims.
 
 In: a graph with attention, or with a maximum along a dim. Out: rows of the list, which
-are on for it. Never: a change to a graph without them.
+are on for it; local forms of attention; verb ``balance``, and rings of keys and values,
+for schedules. Never: a change to a graph without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from fxpar.features.feature import Feature, has, steps_of
+from torch import fx
 
+from fxpar.features.feature import Feature, has, later, names_of_ops, steps_of
+from fxpar.fusion.apply_schedule import NODE, TAKES, VERBS, Takes
+from fxpar.fusion.schedule import PROPOSALS, Schedule
+from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
+from fxpar.sharding.op_table import keys
+from fxpar.sharding.ops import LOCAL
+
+_ATTENTION = "fxpar.passes.attention"
+_RINGS = "fxpar.fusion.verbs.overlap_attention"
 _step = steps_of(f"{__name__}.sequence_steps")
 
 
-def _has_attention(names: Collection[str], _: Any) -> bool:
+def _has_attention(names: Collection[str], _: Any = None) -> bool:
     return any("attention" in name for name in names)
 
+
+def _is_attended(_: Sequence[fx.Node], ends: Sequence[fx.Node]) -> bool:
+    return "attention" in str(ends[0].target)
+
+
+def _lines(state: Any) -> dict[str, Schedule]:
+    if not _has_attention(names_of_ops(state.first)):
+        return {}
+    lines: dict[str, Schedule] = _lines_of_attention(state)
+    return lines
+
+
+_lines_of_attention = later(_RINGS, "proposals")
 
 FEATURE = Feature(
     "sequences",
@@ -24,4 +47,43 @@ FEATURE = Feature(
         "random_by_index": [_step("causal_masks", _has_attention)],
         "mark_first_rows": [_step("pair_reductions", has("aten.amax"))],
     },
+    ops=[f"{_ATTENTION}.balanced_attention"],
 )
+
+# Local forms: module -> the forwards with one, and the backwards.
+_FORMS = {
+    "local_attention": (
+        keys(
+            """
+            scaled_dot_product_attention _scaled_dot_product_flash_attention
+            _scaled_dot_product_flash_attention_for_cpu
+            _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+            """
+        ),
+        keys(
+            """
+            _scaled_dot_product_flash_attention_backward
+            _scaled_dot_product_flash_attention_for_cpu_backward
+            _scaled_dot_product_efficient_attention_backward
+            _scaled_dot_product_cudnn_attention_backward
+            """
+        ),
+    ),
+    "local_documents": (
+        ["torch_attn::_varlen_attn"],
+        ["torch_attn::_varlen_attn_backward"],
+    ),
+    "local_flex": (
+        ["higher_order::flex_attention"],
+        ["higher_order::flex_attention_backward"],
+    ),
+}
+for _module, (_forwards, _backwards) in _FORMS.items():
+    _path = f"{_ATTENTION}.{_module}"
+    LOCAL.update(dict.fromkeys(_forwards, later(_path, "forward")))
+    LOCAL.update(dict.fromkeys(_backwards, later(_path, "backward")))
+
+TAKES["balance"] = Takes("balance(attention)", (NODE,))
+VERBS["balance"] = later("fxpar.fusion.verbs.balance", "balance")
+PROPOSALS.append(_lines)
+SCHEMES.append(OverlapScheme(_is_attended, later(_RINGS, "overlap")))

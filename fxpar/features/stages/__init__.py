@@ -34,4 +34,6 @@ FEATURE = Feature(
         "pair_reductions": [_step("order_stages", _has_stages, optional=False)],
         "local": [_step("take_place", _has_stages, optional=False)],
     },
+    ops=["fxpar.passes.stages.sums_of_parts"],
+    lowerings=["fxpar.passes.stages.sums_of_parts"],
 )

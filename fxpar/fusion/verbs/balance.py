@@ -25,7 +25,7 @@ from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import restrided
+from fxpar.passes.lower import restrided
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cost.balanced_queries import obstacle
 from fxpar.sharding.mesh import Mesh

@@ -26,8 +26,8 @@ from fxpar.fusion.verbs.ring_attention import (
 )
 from fxpar.graph.builder import Builder, Size
 from fxpar.passes.attention import flex_parts
-from fxpar.passes.attention.local_attention import restrided
 from fxpar.passes.attention.merge_attention import RunningAttention
+from fxpar.passes.lower import restrided
 
 aten = torch.ops.aten
 

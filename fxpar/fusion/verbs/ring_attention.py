@@ -35,7 +35,6 @@ from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import restrided
 from fxpar.passes.attention.merge_attention import (
     BIASES,
     RunningAttention,
@@ -44,6 +43,7 @@ from fxpar.passes.attention.merge_attention import (
     of_visible,
     weighted,
 )
+from fxpar.passes.lower import restrided
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

@@ -23,11 +23,10 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.graph.builder import Builder, Size, value_of
+from fxpar.graph.builder import Size, value_of
 from fxpar.passes.attention import causal_attention, merge_attention
 from fxpar.passes.attention.merge_attention import BIASES, weighted
-from fxpar.sharding.op_table import keys
-from fxpar.sharding.ops import LOCAL
+from fxpar.passes.lower import restrided
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -92,7 +91,7 @@ def _with_one_mask(
     return arguments | {name: mask, "is_causal": False}
 
 
-def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
@@ -162,7 +161,7 @@ def _merged(
     return build.cast(out, dtype), total
 
 
-def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
@@ -239,33 +238,3 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
     return call.build.call(
         aten.empty.memory_format, list(value.shape), dtype=value.dtype, device=device
     )
-
-
-def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
-    which views of it were traced."""
-    strides = _torch.symbols.hint_shape(like.stride())
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
-    if x.meta["val"].permute(order).is_contiguous():
-        return x
-    permuted = build.call(aten.permute.default, x, order)
-    copy = build.call(
-        aten.clone.default, permuted, memory_format=torch.contiguous_format
-    )
-    inverse = [order.index(d) for d in range(len(order))]
-    return build.call(aten.permute.default, copy, inverse)
-
-
-_FORWARD = """
-scaled_dot_product_attention _scaled_dot_product_flash_attention
-_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-_scaled_dot_product_cudnn_attention
-"""
-_BACKWARD = """
-_scaled_dot_product_flash_attention_backward
-_scaled_dot_product_flash_attention_for_cpu_backward
-_scaled_dot_product_efficient_attention_backward
-_scaled_dot_product_cudnn_attention_backward
-"""
-LOCAL.update(dict.fromkeys(keys(_FORWARD), _forward))
-LOCAL.update(dict.fromkeys(keys(_BACKWARD), _backward))
