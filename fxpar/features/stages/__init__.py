@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fxpar.features.feature import Feature, steps_of
+from fxpar.features.feature import Feature, later, steps_of
+from fxpar.graph.pipeline_ops import OF_STAGES
 
 _step = steps_of(f"{__name__}.stage_steps")
 
@@ -36,4 +37,9 @@ FEATURE = Feature(
     },
     ops=["fxpar.passes.stages.sums_of_parts"],
     lowerings=["fxpar.passes.stages.sums_of_parts"],
+)
+
+OF_STAGES["program_at"] = later("fxpar.passes.stages.program_at_place", "program_at")
+OF_STAGES["simulate"] = later(
+    "fxpar.passes.simulate.simulate_pipeline", "simulate_pipeline"
 )

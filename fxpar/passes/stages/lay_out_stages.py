@@ -392,8 +392,3 @@ class _StageLayout:
             for each, value in zip(nodes, arrived(), strict=True):
                 self.value_at[each, EVERY] = value
                 del self.unread[each]
-
-
-def is_laid_out(graph: fx.Graph) -> bool:
-    """Return whether a graph is one of stages."""
-    return any(PLACE in node.meta for node in graph.nodes)

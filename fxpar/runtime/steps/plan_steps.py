@@ -23,13 +23,13 @@ from fxpar.errors import (
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
+from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
-from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -320,6 +320,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         return by_kind(run.phases, signature, run.launches), ()
     graphs = [_at_hints(state)]
     if pipeline is not None:
+        program_at = OF_STAGES["program_at"]
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
         for graph in graphs:
