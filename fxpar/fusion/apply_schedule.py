@@ -26,7 +26,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.uneven_ops import close, has_uneven_ops, is_closed
+from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.verbs import (
     fuse_nodes,
     gathers,
@@ -79,7 +79,7 @@ def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
         raise _Unfit
     node = edit.node(argument)
-    if is_closed(node):
+    if node_legality.is_closed(node):
         what = f"{node.name} has shards of unequal sizes, which a schedule cannot edit"
         fix = "leave out the line, or choose mesh sizes that divide the dims"
         raise ScheduleError(what, where=user_line(node), fix=fix)
@@ -308,7 +308,7 @@ def opened(
     build = Builder(copy, _fake_mode(copy), mesh)
     was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
-    if has_uneven_ops(copy):
+    if node_legality.has_uneven_ops(copy):
         close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
     ordered = node_legality.number(copy)

@@ -35,6 +35,7 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
+from fxpar.fusion.node_legality import UnevenOp, has_uneven_ops
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
@@ -44,9 +45,10 @@ from fxpar.fusion.schedule_attempts import (
     is_better,
 )
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
-from fxpar.fusion.uneven_ops import UnevenOp, closed
+from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
+from fxpar.graph.builder import copy_of
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -156,8 +158,10 @@ def choose(
 
     lines: whether to try verbs, or settings alone. keep_gathered: as of ``Attempts``.
     """
-    values = [node.meta.get("val") for node in graph.nodes]
-    graph = closed(graph, mesh, _torch.fake.mode_of(values))
+    if has_uneven_ops(graph):
+        values = [node.meta.get("val") for node in graph.nodes]
+        graph = copy_of(graph)
+        close(graph, mesh, _torch.fake.mode_of(values))
     with old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         on = hardware.on(mesh)

@@ -30,10 +30,10 @@ from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.graph.collective_nodes import Axes
+from fxpar.graph.collective_nodes import Axes, local_shape
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes import moved_rows
-from fxpar.passes.lower_uneven import local_shape, lower_uneven
+from fxpar.passes.lower_uneven import lower_uneven
 from fxpar.passes.simulate import emulate_collectives
 from fxpar.sharding import row_moves
 from fxpar.sharding.mesh import Mesh

@@ -38,6 +38,7 @@ from fxpar.sharding.candidates import balanced, choose, split_evenly
 from fxpar.sharding.decide import Decision, decide_on
 from fxpar.sharding.manual_axes import over_manual_axes, planned_plan
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.ops.unknown_ops import report_unknown
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
@@ -231,8 +232,10 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
     decision = state.decided
-    report_unknown(decision.program, decision.mesh, request.options.strict)
-    check_user_rules(decision)
+    if not all(op.has_rule for op in decision.program.ops):
+        report_unknown(decision.program, decision.mesh, request.options.strict)
+    if has_user_rules():
+        check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
     for rival in () if state.open_shares else decision.rivals:
         on_mesh = request.on(rival.mesh) if request.meshes else state.request
