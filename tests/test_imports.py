@@ -75,8 +75,8 @@ LAZY = {
 # Folders that belong to features, which the core imports no file of.
 ROOMS = {
     *("features/experts", "features/regions", "features/sequences", "features/stages"),
-    *("features/uneven", "features/unlike_devices", "passes/attention"),
-    *("passes/regions", "passes/stages", "runtime/at_rest", "runtime/train_step"),
+    *("features/uneven", "features/unlike_devices"),
+    *("passes/regions", "runtime/at_rest", "runtime/train_step"),
 }
 # The list of features, which names them.
 FEATURES = "features/__init__.py"
@@ -84,14 +84,10 @@ FEATURES = "features/__init__.py"
 # Files of the core that import a room even so. This list gets shorter, not longer.
 TIES = {
     ("choose_plan.py", "features/experts"),
-    ("fusion/verbs/balance.py", "passes/attention"),
-    ("fusion/verbs/flex_ring.py", "passes/attention"),
-    ("fusion/verbs/ring_attention.py", "passes/attention"),
     ("backend.py", "passes/regions"),
     ("choose_plan.py", "passes/regions"),
     ("runtime/calls/compiled_graph.py", "passes/regions"),
     ("runtime/shard_map.py", "passes/regions"),
-    ("passes/simulate/simulate_pipeline.py", "passes/stages"),
     ("__init__.py", "runtime/at_rest"),
     ("backend.py", "runtime/at_rest"),
     ("runtime/calls/compiled_graph.py", "runtime/at_rest"),

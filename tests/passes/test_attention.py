@@ -11,8 +11,12 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import attention_form, ring_attention
-from fxpar.passes.attention import causal_attention, local_attention
+from fxpar.features.sequences import (
+    attention_form,
+    causal_attention,
+    local_attention,
+    ring_attention,
+)
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.sharding.cost.recompute import phases
 

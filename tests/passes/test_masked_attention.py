@@ -12,8 +12,12 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import attention_form, ring_attention
-from fxpar.passes.attention import local_attention, merge_attention
+from fxpar.features.sequences import (
+    attention_form,
+    local_attention,
+    merge_attention,
+    ring_attention,
+)
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
 SEQUENCE = (None, None, "cp", None)

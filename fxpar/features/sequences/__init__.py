@@ -19,8 +19,7 @@ from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
 from fxpar.sharding.op_table import keys
 from fxpar.sharding.ops import LOCAL
 
-_ATTENTION = "fxpar.passes.attention"
-_RINGS = "fxpar.fusion.verbs.overlap_attention"
+_RINGS = f"{__name__}.overlap_attention"
 _step = steps_of(f"{__name__}.sequence_steps")
 
 
@@ -47,7 +46,7 @@ FEATURE = Feature(
         "random_by_index": [_step("causal_masks", _has_attention)],
         "mark_first_rows": [_step("pair_reductions", has("aten.amax"))],
     },
-    ops=[f"{_ATTENTION}.balanced_attention"],
+    ops=[f"{__name__}.balanced_attention"],
 )
 
 # Local forms: module -> the forwards with one, and the backwards.
@@ -79,11 +78,11 @@ _FORMS = {
     ),
 }
 for _module, (_forwards, _backwards) in _FORMS.items():
-    _path = f"{_ATTENTION}.{_module}"
+    _path = f"{__name__}.{_module}"
     LOCAL.update(dict.fromkeys(_forwards, later(_path, "forward")))
     LOCAL.update(dict.fromkeys(_backwards, later(_path, "backward")))
 
 TAKES["balance"] = Takes("balance(attention)", (NODE,))
-VERBS["balance"] = later("fxpar.fusion.verbs.balance", "balance")
+VERBS["balance"] = later(f"{__name__}.balance", "balance")
 PROPOSALS.append(_lines)
 SCHEMES.append(OverlapScheme(_is_attended, later(_RINGS, "overlap")))

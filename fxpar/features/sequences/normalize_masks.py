@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.sequences.merge_attention import BIASES
 from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.attention.merge_attention import BIASES
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,

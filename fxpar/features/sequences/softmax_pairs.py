@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences.merge_attention import finite_or_zero
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
-from fxpar.passes.attention.merge_attention import finite_or_zero
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh

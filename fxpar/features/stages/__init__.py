@@ -35,11 +35,9 @@ FEATURE = Feature(
         "pair_reductions": [_step("order_stages", _has_stages, optional=False)],
         "local": [_step("take_place", _has_stages, optional=False)],
     },
-    ops=["fxpar.passes.stages.sums_of_parts"],
-    lowerings=["fxpar.passes.stages.sums_of_parts"],
+    ops=[f"{__name__}.sums_of_parts"],
+    lowerings=[f"{__name__}.sums_of_parts"],
 )
 
-OF_STAGES["program_at"] = later("fxpar.passes.stages.program_at_place", "program_at")
-OF_STAGES["simulate"] = later(
-    "fxpar.passes.simulate.simulate_pipeline", "simulate_pipeline"
-)
+OF_STAGES["program_at"] = later(f"{__name__}.program_at_place", "program_at")
+OF_STAGES["simulate"] = later(f"{__name__}.simulate_pipeline", "simulate_pipeline")

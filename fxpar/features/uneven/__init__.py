@@ -16,7 +16,7 @@ from fxpar.features.feature import Feature, has, later, steps_of
 from fxpar.fusion.schedule import OF_PERMUTES
 from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
 
-_HALO = "fxpar.fusion.verbs.overlap_halo"
+_HALO = f"{__name__}.overlap_halo"
 
 
 def _is_convolved(_: Sequence[fx.Node], ends: Sequence[fx.Node]) -> bool:

@@ -23,9 +23,12 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.sequences import (
+    causal_attention,
+    merge_attention,
+)
+from fxpar.features.sequences.merge_attention import BIASES, weighted
 from fxpar.graph.builder import Size, value_of
-from fxpar.passes.attention import causal_attention, merge_attention
-from fxpar.passes.attention.merge_attention import BIASES, weighted
 from fxpar.passes.lower import restrided
 from fxpar.sharding.ops.local_call import LocalCall
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.stages.program_at_place import program_at
+from fxpar.features.stages.stage_kinds import BACKWARD, home_of
 from fxpar.graph.builder import PART, PLACE
 from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.simulate.launches import launches_of
@@ -34,8 +36,6 @@ from fxpar.passes.simulate.simulate_step import (
     Traffic,
     launch_seconds,
 )
-from fxpar.passes.stages.program_at_place import program_at
-from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of

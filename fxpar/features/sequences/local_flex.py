@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import (
+    flex_parts,
+    merge_attention,
+)
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.attention import flex_parts, merge_attention
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.ops.local_call import LocalCall
 

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import merge_attention
+from fxpar.features.sequences.local_attention import arguments_of, call_by_name
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.attention import merge_attention
-from fxpar.passes.attention.local_attention import arguments_of, call_by_name
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.ops.local_call import LocalCall
 

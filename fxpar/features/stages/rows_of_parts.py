@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.graph import collective_nodes as steps
-from fxpar.passes.row_wise import by_row_rule, call_of
-from fxpar.passes.stages.steps_over_parts import (
+from fxpar.features.stages.steps_over_parts import (
     STEP_OF,
     exchange_rows,
     gather_rows,
     return_rows,
     scatter_rows,
 )
+from fxpar.graph import collective_nodes as steps
+from fxpar.passes.row_wise import by_row_rule, call_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh

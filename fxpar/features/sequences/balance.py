@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import balanced_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
-from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes.lower import restrided
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cost.balanced_queries import obstacle

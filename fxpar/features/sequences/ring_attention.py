@@ -26,16 +26,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.node_legality import arrange
-from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.slice_op import SlicePart
-from fxpar.fusion.verbs import overlap as chunked
-from fxpar.fusion.verbs.attention_form import AttentionForm
-from fxpar.fusion.verbs.ring import Ring
-from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder
-from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.merge_attention import (
+from fxpar.features.sequences import causal_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.features.sequences.attention_form import AttentionForm
+from fxpar.features.sequences.merge_attention import (
     BIASES,
     RunningAttention,
     aligned,
@@ -43,6 +36,13 @@ from fxpar.passes.attention.merge_attention import (
     of_visible,
     weighted,
 )
+from fxpar.fusion.node_legality import arrange
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.slice_op import SlicePart
+from fxpar.fusion.verbs import overlap as chunked
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
 from fxpar.passes.lower import restrided
 
 aten = torch.ops.aten
