@@ -20,7 +20,6 @@ from fxpar.sharding.op_table import keys
 from fxpar.sharding.ops import LOCAL
 
 _RINGS = f"{__name__}.overlap_attention"
-_step = steps_of(f"{__name__}.sequence_steps")
 
 
 def _has_attention(names: Collection[str], _: Any = None) -> bool:
@@ -32,19 +31,27 @@ def _is_attended(_: Sequence[fx.Node], ends: Sequence[fx.Node]) -> bool:
 
 
 def _lines(state: Any) -> dict[str, Schedule]:
-    if not _has_attention(names_of_ops(state.first)):
+    names = names_of_ops(state.graph(state.schedule))
+    if not (_has_attention(names) and _is_ring_or_causal(names, state)):
         return {}
     lines: dict[str, Schedule] = _lines_of_attention(state)
     return lines
 
 
+_is_ring_or_causal = has(
+    "all_gather fxpar.causal_attention fxpar.causal_attention_backward"
+)
 _lines_of_attention = later(_RINGS, "proposals")
 
 FEATURE = Feature(
     "sequences",
     {
-        "random_by_index": [_step("causal_masks", _has_attention)],
-        "mark_first_rows": [_step("pair_reductions", has("aten.amax"))],
+        "random_by_index": [
+            steps_of(f"{__name__}.normalize_masks")("causal_masks", _has_attention)
+        ],
+        "mark_first_rows": [
+            steps_of(f"{__name__}.softmax_pairs")("pair_reductions", has("aten.amax"))
+        ],
     },
     ops=[f"{__name__}.balanced_attention"],
 )

@@ -20,7 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.features.sequences.merge_attention import BIASES
 from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
-from fxpar.graph.builder import Builder, shape_of
+from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,
@@ -28,9 +28,10 @@ from fxpar.passes.normalize.place_functions import (
     is_equal_size,
     with_opposite_bound,
 )
+from fxpar.runtime.steps.pipeline_state import JointState
 
 
-def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
+def causal_masks(graph: fx.Graph, _: JointState) -> None:
     """Give attention under a causal mask ``is_causal`` instead, and drop masks that
     hide nothing."""
     functions: PlaceFunctions = {}
