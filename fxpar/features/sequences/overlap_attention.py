@@ -25,10 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences.attention_form import FLEX, form_of
 from fxpar.features.sequences.balance import balances_of, mirrored
 from fxpar.features.sequences.flex_ring import FlexRing
-from fxpar.features.sequences.ring_attention import SEQUENCE, RingAttention
+from fxpar.features.sequences.ring_attention import (
+    FLEX,
+    SEQUENCE,
+    RingAttention,
+    form_of,
+)
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_attempts import Attempts
 from fxpar.fusion.schedule_edit import Edit

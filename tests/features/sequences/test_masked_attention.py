@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.features.sequences import (
-    attention_form,
     local_attention,
     merge_attention,
     ring_attention,
@@ -95,7 +94,7 @@ def ring(plan: Any) -> str:
     """Its lines for a plan that gathers keys."""
     gathers = "[all_gather, all_gather_1]"
     nodes = plan.result.local.nodes
-    names = [n.name for n in nodes if attention_form.form_of(n.target)]
+    names = [n.name for n in nodes if ring_attention.form_of(n.target)]
     return "\n".join(f"overlap({gathers}, {name}, ring=1)" for name in names)
 
 
