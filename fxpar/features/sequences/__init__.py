@@ -56,38 +56,22 @@ FEATURE = Feature(
     ops=[f"{__name__}.balanced_attention"],
 )
 
-# Local forms: module -> the forwards with one, and the backwards.
+# Module -> namespace and names of the ops to which, and to whose backwards, it gives
+# local forms.
 _FORMS = {
     "local_attention": (
-        keys(
-            """
-            scaled_dot_product_attention _scaled_dot_product_flash_attention
-            _scaled_dot_product_flash_attention_for_cpu
-            _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-            """
-        ),
-        keys(
-            """
-            _scaled_dot_product_flash_attention_backward
-            _scaled_dot_product_flash_attention_for_cpu_backward
-            _scaled_dot_product_efficient_attention_backward
-            _scaled_dot_product_cudnn_attention_backward
-            """
-        ),
+        "aten",
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
     ),
-    "local_documents": (
-        ["torch_attn::_varlen_attn"],
-        ["torch_attn::_varlen_attn_backward"],
-    ),
-    "local_flex": (
-        ["higher_order::flex_attention"],
-        ["higher_order::flex_attention_backward"],
-    ),
+    "local_documents": ("torch_attn", "_varlen_attn"),
+    "local_flex": ("higher_order", "flex_attention"),
 }
-for _module, (_forwards, _backwards) in _FORMS.items():
-    _path = f"{__name__}.{_module}"
-    LOCAL.update(dict.fromkeys(_forwards, later(_path, "forward")))
-    LOCAL.update(dict.fromkeys(_backwards, later(_path, "backward")))
+for _module, (_space, _names) in _FORMS.items():
+    for _end, _form in (("", "forward"), ("_backward", "backward")):
+        _ops = keys(" ".join(name + _end for name in _names.split()), _space)
+        LOCAL.update(dict.fromkeys(_ops, later(f"{__name__}.{_module}", _form)))
 
 TAKES["balance"] = Takes("balance(attention)", (NODE,))
 VERBS["balance"] = later(f"{__name__}.balance", "balance")

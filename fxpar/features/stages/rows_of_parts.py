@@ -163,7 +163,7 @@ class RowsOfParts:
 
     # Value -> the dim of its rows.
     dims: dict[fx.Node, int] = field(default_factory=dict)
-    # Step -> the function of ``steps_over_parts`` that it becomes.
+    # Step -> the function of ``STEP_OF`` that it becomes.
     steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
 
     def mark(self, mesh: Mesh) -> None:
