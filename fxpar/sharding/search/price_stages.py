@@ -26,8 +26,7 @@ from fxpar.sharding.pipeline_schedule import Action
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.run_search import SearchResult
-from fxpar.sharding.search.stage_bytes import exchange_seconds, stage_memory
-from fxpar.sharding.search.stage_chain import StageChain
+from fxpar.sharding.search.stage_chain import StageChain, exchange_seconds, stage_memory
 from fxpar.sharding.solver import Solution
 
 # The place of ops of no stage: the update of a training step.
