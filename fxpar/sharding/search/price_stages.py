@@ -5,7 +5,7 @@ In: a SearchResult on the mesh of one stage, priced for one part of the batch
 (``batch_parts``), and the Pipeline. Out: ``StagedStep``: seconds of a step by the
 schedule's own order of actions, of the equal parts that each stage computes, the
 messages between places, and work done once for all parts; bytes that each place holds
-(``stage_bytes``). Never: chooses anything but the cuts, or changes the result.
+(``stage_chain``). Never: chooses anything but the cuts, or changes the result.
 """
 
 from __future__ import annotations
