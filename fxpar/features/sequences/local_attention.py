@@ -43,8 +43,14 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> di
     """Return all arguments of a call by the names of its op's schema, with defaults."""
     declared = _torch.objects.schema_of(target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
-    positional = [argument.name for argument in declared if not argument.kwarg_only]
-    return defaults | dict(zip(positional, args, strict=False)) | kwargs
+    return defaults | dict(zip(defaults, args, strict=False)) | kwargs
+
+
+def in_order(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+    """Return the arguments of a call by position and by keyword, from all by name."""
+    declared = _torch.objects.schema_of(target).arguments
+    positional = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
+    return positional, {a.name: arguments[a.name] for a in declared if a.kwarg_only}
 
 
 def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
@@ -200,10 +206,8 @@ def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
 def call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """Call the op itself with arguments by name."""
-    declared = _torch.objects.schema_of(call.node.target).arguments
-    positional = [arguments[a.name] for a in declared if not a.kwarg_only]
-    options = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
-    return call.same(*positional, **options)
+    args, kwargs = in_order(call.node.target, arguments)
+    return call.same(*args, **kwargs)
 
 
 def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:

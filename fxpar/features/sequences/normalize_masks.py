@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.sequences.local_attention import arguments_of, in_order
 from fxpar.features.sequences.merge_attention import BIASES
 from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
 from fxpar.graph.builder import shape_of
@@ -45,7 +46,8 @@ def causal_masks(graph: fx.Graph, _: JointState) -> None:
             continue
         causal = _is_causal(arguments, arguments[name], functions)
         if causal is not None:
-            _set_arguments(node, {name: None, "is_causal": causal})
+            changed = arguments | {name: None, "is_causal": causal}
+            node.args, node.kwargs = in_order(node.target, changed)
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -53,19 +55,9 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     call."""
     if node.op != "call_function" or "attention" not in str(node.target):
         return {}
-    schema = _torch.objects.schema_of(node.target)
-    if schema is None:
+    if _torch.objects.schema_of(node.target) is None:
         return {}
-    defaults = {a.name: a.default_value for a in schema.arguments}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
-
-
-def _set_arguments(node: fx.Node, changed: dict[str, Any]) -> None:
-    """Give a call other arguments."""
-    arguments = _named_arguments(node) | changed
-    declared = _torch.objects.schema_of(node.target).arguments
-    node.args = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
-    node.kwargs = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
+    return arguments_of(node.target, node.args, node.kwargs)
 
 
 def _is_causal(
