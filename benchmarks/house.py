@@ -1,20 +1,23 @@
 """The floors of the package as a picture, docs/architecture.svg, and as a table.
 
-    python benchmarks/house.py [--write]
+    python benchmarks/house.py [--write | --entered [--list]]
 
 In: the floors that ``tests/test_imports.py`` holds imports to. Out: files and lines of
 each room; with ``--write`` the picture, in which a room imports from its own floor and
 from lower ones, and rooms of features are set apart by their colour. A test compares
-the picture with the floors.
+the picture with the floors. With ``--entered``: how many files ``fxpar.plan`` enters,
+which have a function that runs after all are imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
+import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -84,10 +87,73 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def files_entered(call: Callable[[], Any]) -> dict[str, set[str]]:
+    """{file of the package that a call enters: names of its functions that ran}."""
+    entered, root = dict[str, set[str]](), str(ROOT / "fxpar") + "/"
+    imports = 0  # that are under way
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal imports
+        code = frame.f_code
+        if code.co_name == "<module>":
+            imports += (event == "call") - (event == "return")
+        elif event == "call" and not imports and code.co_filename.startswith(root):
+            file = code.co_filename.removeprefix(root)
+            entered.setdefault(file, set()).add(code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def plans() -> dict[str, Callable[[], Any]]:
+    """The two products of docs/explanation/architecture.md, and a dense Llama of two
+    layers with its gradients, over two ranks."""
+    import torch
+    from _common import llama
+
+    import fxpar
+
+    os.environ.pop("FXPAR_SCHEDULE", None)  # as users have it, which _common does not
+
+    def mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ w1) @ w2
+
+    inputs = torch.randn(8, 64), torch.randn(64, 64), torch.randn(64, 64)
+    hints = {"w1": (None, "tp")}
+    model, ids = llama(2, scale="tiny"), torch.zeros(2, 16, dtype=torch.long)
+    options: dict[str, Any] = {"mesh": "tp=2", "mode": "propagate"}
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    return {
+        "mlp": lambda: fxpar.plan(mlp, *inputs, hints=hints, **options),
+        "llama": lambda: fxpar.plan(model, **batch, grad=True, **options),
+    }
+
+
+def print_entered(*, listed: bool) -> None:
+    """Print how many files each plan enters, and with ``listed`` which."""
+    for name, call in plans().items():
+        entered = files_entered(call)
+        functions = sum(map(len, entered.values()))
+        print(f"{name}: {len(entered)} files, {functions} functions")
+        for file in sorted(entered) if listed else ():
+            some = ", ".join(sorted(entered[file])[:4])
+            print(f"    {file:48} {len(entered[file]):3} {some}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the picture")
-    if parser.parse_args().write:
+    parser.add_argument("--entered", action="store_true", help="count files entered")
+    parser.add_argument("--list", action="store_true", help="and print which")
+    args = parser.parse_args()
+    if args.entered:
+        print_entered(listed=args.list)
+        return
+    if args.write:
         PICTURE.write_text(picture())
     print(table())
 

@@ -32,7 +32,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
-from fxpar.features import register_ops
+from fxpar.features import register_lowerings, register_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import restore_meta
 from fxpar.graph.graph_bodies import hold
@@ -42,7 +42,6 @@ from fxpar.passes.local import own_shard
 from fxpar.passes.normalize import random
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.simulate.launches import crossings
-from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import Generate, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram, Leader, PlanMisfit
@@ -657,7 +656,7 @@ def _load_inductor() -> None:
         _torch.inductor.load()
         random.register_lowering()
         own_shard.register_lowering()
-        sums_of_parts.register_lowering()
+        register_lowerings()
 
 
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fxpar.passes.simulate.simulate_pipeline import STREAM
-from fxpar.passes.simulate.simulate_step import COMPUTE, Event, Timeline
+from fxpar.passes.simulate.simulate_step import COMPUTE, PLACE_STREAM, Event, Timeline
 
 _PROCESS = 0
 
@@ -47,7 +46,7 @@ def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
     about = {"ph": "M", "pid": _PROCESS}
     yield {**about, "tid": 0, "name": "process_name", "args": {"name": name}}
     for stream, tid in threads.items():
-        computes = stream == COMPUTE or stream.startswith(STREAM)
+        computes = stream == COMPUTE or stream.startswith(PLACE_STREAM)
         row_name = stream if computes else f"communication {stream}"
         yield {**about, "tid": tid, "name": "thread_name", "args": {"name": row_name}}
         order = {"sort_index": tid}

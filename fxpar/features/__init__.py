@@ -31,3 +31,10 @@ def register_ops() -> None:
     for feature in FEATURES:
         for module in feature.ops:
             import_module(module)
+
+
+def register_lowerings() -> None:
+    """Tell Inductor, which must be loaded, of the ops of all features."""
+    for feature in FEATURES:
+        for module in feature.lowerings:
+            import_module(module).register_lowering()

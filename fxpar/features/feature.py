@@ -41,6 +41,8 @@ class Feature:
     # When there is something for a search to choose, and the module whose ``choose``,
     # a ``Choose``, does.
     choices: tuple[When, str] | None = None
+    # Modules with a ``register_lowering``, which tells Inductor of ops.
+    lowerings: Sequence[str] = ()
 
 
 def has(ops: str) -> When:
@@ -49,15 +51,22 @@ def has(ops: str) -> When:
     return lambda names, _: not looked_for.isdisjoint(names)
 
 
+def later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module that is imported when it is first called: what
+    tables of the core hold of a feature."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
 def steps_of(module: str) -> Callable[..., Pass]:
     """Return the function that makes rows whose steps are functions of a module, each
     of its row's name."""
 
     def step(name: str, when: When, *, optional: bool = True) -> Pass:
-        def run(graph: Any, state: Any) -> Any:
-            return getattr(import_module(module), name)(graph, state)
-
-        return Pass(name, run, optional=optional, when=when)
+        return Pass(name, later(module, name), optional=optional, when=when)
 
     return step
 

@@ -6,7 +6,8 @@ given one. A verb that would change a number raises ScheduleError with the node,
 user's line and the reason; any other failure in a verb is a ScheduleError too, with the
 line of the schedule. Never changes the given graph.
 
-``TAKES`` is the one table of the arguments that verbs take. A line that says anything
+``TAKES`` is the one table of the arguments that verbs take, to which features add
+theirs, as to ``VERBS``. A line that says anything
 else is refused with the line, what is wrong and the form it has, so that verbs check
 only what depends on the graph.
 """
@@ -25,12 +26,11 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.uneven_ops import close, has_uneven_ops, is_closed
+from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.verbs import (
-    balance,
     fuse_nodes,
     gathers,
-    overlap_halo,
+    overlap,
     reorder,
     send_recv,
 )
@@ -79,7 +79,7 @@ def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
         raise _Unfit
     node = edit.node(argument)
-    if is_closed(node):
+    if node_legality.is_closed(node):
         what = f"{node.name} has shards of unequal sizes, which a schedule cannot edit"
         fix = "leave out the line, or choose mesh sizes that divide the dims"
         raise ScheduleError(what, where=user_line(node), fix=fix)
@@ -115,33 +115,32 @@ def _number(least: int, most: int | None = None) -> Kind:
     return Kind(f"{least} or {most}", read)
 
 
-_NODE = Kind("the name of a node", _node)
+NODE = Kind("the name of a node", _node)
 _NODES = Kind("a list of names of nodes, [a, b]", _nodes)
 _ENDS = Kind("the name of a node, or a list of names", _ends)
 _AXES = Kind("axes, each once, joined by _and_ as in tp_and_sp", _axes)
 _DIM = _number(0)
 
 TAKES: dict[str, Takes] = {
-    "split": Takes("split(ar, dim=1) -> rs, ag", (_NODE,), options={"dim": _DIM}),
+    "split": Takes("split(ar, dim=1) -> rs, ag", (NODE,), options={"dim": _DIM}),
     "cut": Takes(
         "cut(w, axes=tp, dim=0) -> part, ag",
-        (_NODE,),
+        (NODE,),
         options={"axes": _AXES, "dim": _DIM},
         needs=("axes",),
     ),
     "hierarchical": Takes(
         "hierarchical(ar, inner=tp, outer=dp, dim=0) -> rs, ar, ag",
-        (_NODE,),
+        (NODE,),
         options={"inner": _AXES, "outer": _AXES, "dim": _DIM},
         needs=("inner", "outer"),
     ),
-    "merge": Takes("merge(ag, ag_1) -> ag", (_NODE, _NODE), further=_NODE),
-    "drop": Takes("drop(ag)", (_NODE,), further=_NODE),
-    "hoist": Takes("hoist(ag)", (_NODE,)),
-    "sink": Takes("sink(ag)", (_NODE,)),
-    "balance": Takes("balance(attention)", (_NODE,)),
-    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, _NODE), further=_NODE),
-    "as_slice": Takes("as_slice(m, ag)", (_NODE,), optional=_NODE),
+    "merge": Takes("merge(ag, ag_1) -> ag", (NODE, NODE), further=NODE),
+    "drop": Takes("drop(ag)", (NODE,), further=NODE),
+    "hoist": Takes("hoist(ag)", (NODE,)),
+    "sink": Takes("sink(ag)", (NODE,)),
+    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, NODE), further=NODE),
+    "as_slice": Takes("as_slice(m, ag)", (NODE,), optional=NODE),
     "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),
     "overlap": Takes(
         "overlap(ag, [mm, mm_1], chunks=4)",
@@ -237,11 +236,10 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "drop": gathers.drop,
     "hoist": gathers.hoist,
     "sink": gathers.sink,
-    "balance": balance.balance,
     "reorder": reorder.reorder,
     "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,
-    "overlap": overlap_halo.overlap,
+    "overlap": overlap.overlap,
     "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }
@@ -310,7 +308,7 @@ def opened(
     build = Builder(copy, _fake_mode(copy), mesh)
     was_lowered = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
-    if has_uneven_ops(copy):
+    if node_legality.has_uneven_ops(copy):
         close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
     ordered = node_legality.number(copy)

@@ -35,8 +35,9 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
-from fxpar.fusion.overlap_candidates import dims_of, halo_candidates, improved
-from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.node_legality import UnevenOp, has_uneven_ops
+from fxpar.fusion.overlap_candidates import dims_of, improved
+from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
     LEAST,
     Attempts,
@@ -44,11 +45,10 @@ from fxpar.fusion.schedule_attempts import (
     is_better,
 )
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
-from fxpar.fusion.uneven_ops import UnevenOp, closed
+from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.varying_axes import varying
-from fxpar.fusion.verbs.balance import balances_of
-from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.graph import collective_nodes
+from fxpar.graph.builder import copy_of
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -158,8 +158,10 @@ def choose(
 
     lines: whether to try verbs, or settings alone. keep_gathered: as of ``Attempts``.
     """
-    values = [node.meta.get("val") for node in graph.nodes]
-    graph = closed(graph, mesh, _torch.fake.mode_of(values))
+    if has_uneven_ops(graph):
+        values = [node.meta.get("val") for node in graph.nodes]
+        graph = copy_of(graph)
+        close(graph, mesh, _torch.fake.mode_of(values))
     with old_objects_kept(), _torch.fake.shapes_alone():
         shapes = shapes_of(graph)
         on = hardware.on(mesh)
@@ -189,7 +191,7 @@ def _lines(state: Attempts) -> None:
     """Try verbs, and leave the best lines found in ``state``."""
     cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
-        cases = _attended(state, cases)
+        cases = _proposed(state, cases)
         _sunk(state)  # to overlap work that a ring would leave before its waits
         _overlapped(state, list(dict.fromkeys([state.schedule, *cases])), split)
         _sunk(state)
@@ -241,17 +243,12 @@ def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
     return cases, split
 
 
-def _attended(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
-    """Try, on top of the best schedule, a ring for each attention that reads gathered
-    keys, balanced queries, and both. Return the cases with those that apply in front.
-    """
-    graph, best = state.graph(state.schedule), state.schedule
-    rings, balances = rings_of(graph), balances_of(graph, state.mesh)
-    ways = {"rings of keys and values": rings, "attentions balanced": balances}
-    if rings.lines and balances.lines:
-        both = balances + rings_of(state.graph(best + balances))
-        ways["lines of balanced rings"] = both
-    for what, lines in ways.items():
+def _proposed(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
+    """Try, on top of the best schedule, the lines that features propose. Return the
+    cases with those that apply in front."""
+    best = state.schedule
+    proposals = [item for propose in PROPOSALS for item in propose(state).items()]
+    for what, lines in proposals:
         if lines.lines:
             then = state.attempt(best + lines, f"{len(lines.lines)} {what}")
             cases = cases if then is None else [best + lines, *cases]
@@ -400,10 +397,11 @@ def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Gr
                 what = f"{len(same)} of {best.lines.lines[-1]}"
                 out.append(_Group(lines, best.seconds * len(same), what))
     if sum(s for (kind, *_), s in exposed.items() if kind == "permute") > least:
-        for halo in halo_candidates(graph, state.mesh, state.hardware, varies):
-            count = len(halo.lines.lines)
-            what = f"{count} of {halo.lines.lines[-1]}"
-            out.append(_Group(halo.lines, halo.seconds * count, what))
+        args = graph, state.mesh, state.hardware, varies
+        for each in (candidate for find in OF_PERMUTES for candidate in find(*args)):
+            count = len(each.lines.lines)
+            what = f"{count} of {each.lines.lines[-1]}"
+            out.append(_Group(each.lines, each.seconds * count, what))
     return sorted(out, key=lambda group: -group.saved)
 
 

@@ -22,7 +22,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
-from fxpar.passes.attention.local_attention import restrided
+from fxpar.passes.lower import restrided
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import user_line

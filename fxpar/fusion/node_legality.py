@@ -18,6 +18,7 @@ value connects these nodes, so that their order must be noted: ``number`` notes 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
+from fxpar.graph.builder import UNEVEN, is_uneven
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
@@ -53,6 +55,24 @@ class CallableRegion:
         return torch.fx.Interpreter(fx.GraphModule(torch.nn.Module(), self.graph)).run(
             *args
         )
+
+
+class UnevenOp(CallableRegion):
+    """Is a region of one op on unequal shards."""
+
+
+def has_uneven_ops(graph: fx.Graph) -> bool:
+    """Return whether some shards of a graph are unequal, and its ops are not closed
+    yet."""
+    if any(isinstance(node.target, UnevenOp) for node in graph.nodes):
+        return False
+    return is_uneven(graph) or bool(graph.output_node().meta.get(UNEVEN))
+
+
+def is_closed(node: fx.Node) -> bool:
+    """Return whether a node is a result of a closed op."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(source.target, UnevenOp)
 
 
 def flat(graph: fx.Graph) -> Iterator[fx.Node]:

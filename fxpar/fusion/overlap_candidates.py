@@ -1,70 +1,31 @@
 """Finds the ways of ``overlap`` to run an op overlapping with its own collective.
 
-In: a window around one collective, with a product or a convolution. Out: the lines with
+In: a window around one collective, with a product. Out: the lines with
 which the window is simulated to be fastest. Tried for a product are, along each dim,
 chunks in all numbers of ``CHUNKS`` that divide it, rings in one direction and in both,
 with the product next to the collective, or with all ops from an earlier product on; an
 all-reduce also as a reduce-scatter and a gather, each with ways of its own. A way is
 not tried if a lower bound of its seconds, from sizes alone, shows that it cannot win.
-For convolutions, of each form one is priced in a window of its own (the permutes of
-halos, the joining of their rows, the convolution): the inner windows run while a halo
-is on its way. Never changes the graph.
+Never changes the graph.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
-from typing import Any
 
 from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected
-from fxpar.fusion.collective_window import Varies, Window, cut_out
+from fxpar.fusion.collective_window import Window
 from fxpar.fusion.schedule import Argument, Line, Schedule
-from fxpar.fusion.verbs import overlap_halo
-from fxpar.fusion.verbs.overlap import between
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class HaloCandidate:
-    """Holds lines for all convolutions of one form."""
-
-    # One line for each.
-    lines: Schedule
-    # Seconds that each could save.
-    seconds: float
-
-
-def halo_candidates(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, varies: Varies
-) -> list[HaloCandidate]:
-    """Return the candidates that save time, by simulation of their windows alone."""
-    lines: dict[Any, list[Line]] = defaultdict(list)
-    windows: dict[Any, Window] = {}
-    for line, starts, node in overlap_halo.lines_of(graph):
-        members = {*starts, *between(tuple(starts), (node,))}
-        window = cut_out(members, [node], starts[0], varies)
-        lines[window.form].append(line)
-        windows.setdefault(window.form, window)
-    out = []
-    for form, same_form in lines.items():
-        before, after = (
-            windows[form].seconds(schedule, mesh, hardware)
-            for schedule in (Schedule(), Schedule(tuple(same_form[:1])))
-        )
-        if after < before:
-            out.append(HaloCandidate(Schedule(tuple(same_form)), before - after))
-    return out
-
 
 # Numbers of chunks in which a product may run.
 CHUNKS = (2, 3, 4, 6, 8, 12, 16)

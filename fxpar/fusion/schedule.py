@@ -26,11 +26,12 @@ schedules leave to the runtime.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from keyword import iskeyword
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from fxpar.errors import ScheduleError
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
@@ -233,3 +234,12 @@ def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:
             if all(isinstance(name, str) for name in items):
                 return tuple(map(str, items))
     raise bad
+
+
+# What features propose: (``Attempts``) -> {what lines are: lines to try on top of the
+# best schedule}.
+PROPOSALS: list[Callable[[Any], Mapping[str, Schedule]]] = []
+
+# What features propose where permutes are waited for: (graph, mesh, hardware,
+# ``varying``) -> an ``OverlapCandidate`` for all windows of one form, a line for each.
+OF_PERMUTES: list[Callable[..., Sequence[Any]]] = []

@@ -14,39 +14,10 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar.fusion.node_legality import CallableRegion
-from fxpar.graph.builder import UNEVEN, copy_of
-from fxpar.passes.rank_sizes import is_size, is_uneven, uneven_nodes
+from fxpar.fusion.node_legality import UnevenOp
+from fxpar.passes.rank_sizes import is_size, uneven_nodes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rank_ints import PLACES, SIZES
-
-
-class UnevenOp(CallableRegion):
-    """Is a region of one op on unequal shards."""
-
-
-def has_uneven_ops(graph: fx.Graph) -> bool:
-    """Return whether some shards of a graph are unequal, and its ops are not closed
-    yet."""
-    if any(isinstance(node.target, UnevenOp) for node in graph.nodes):
-        return False
-    return is_uneven(graph) or bool(graph.output_node().meta.get(UNEVEN))
-
-
-def is_closed(node: fx.Node) -> bool:
-    """Return whether a node is a result of a closed op."""
-    source: Any = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and isinstance(source.target, UnevenOp)
-
-
-def closed(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """Return a copy with each op on unequal shards as a region; the graph itself if all
-    shards are equal or closed."""
-    if not has_uneven_ops(graph):
-        return graph
-    graph = copy_of(graph)
-    close(graph, mesh, fake_mode)
-    return graph
 
 
 def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:

@@ -97,6 +97,14 @@ def is_zeros(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.full.default and node.args[1] == 0
 
 
+def is_uneven(graph: fx.Graph) -> bool:
+    """Return whether a local graph has values of other sizes on some ranks."""
+    return any(
+        node.target in rank_ints.SIZES or "fxpar_global_shape" in node.meta
+        for node in graph.nodes
+    )
+
+
 def copy_of(graph: fx.Graph) -> fx.Graph:
     """Return a copy whose nodes have metadata of their own."""
     copied_graph = fx.Graph()

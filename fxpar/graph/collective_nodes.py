@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar._fast import known_values
-from fxpar.graph.builder import Builder
+from fxpar.graph.builder import Builder, Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.op import bytes_of
@@ -213,6 +213,15 @@ def cut_of(node: fx.Node) -> Cut | None:
     """Return how the value of a step is split if it is uneven, else None."""
     fields: Any = node.kwargs.get("cut")
     return None if fields is None else Cut(*fields)
+
+
+# Key of ``meta`` for a step's operand whose shape is not the same on all ranks.
+OWN_SHAPE = "fxpar_shape"
+
+
+def local_shape(node: fx.Node) -> tuple[Size, ...]:
+    """Return this rank's shape of a step's operand."""
+    return tuple(node.meta.get(OWN_SHAPE) or node.meta["val"].shape)
 
 
 def step(

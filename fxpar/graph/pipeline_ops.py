@@ -28,6 +28,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import LostRankError
+from fxpar.graph.builder import PLACE
 from fxpar.sharding.cost.op import bytes_of
 
 ours = torch.ops.fxpar
@@ -179,6 +180,16 @@ MESSAGES = (ours.send.default, ours.receive.default, ours.share.default)
 
 # The place of nodes that run at all places.
 EVERY = -1
+
+# What stages add to the core: "program_at", of the graph of all stages and a place the
+# graph of the ranks there; "simulate", the timeline of a step of all places.
+OF_STAGES: dict[str, Callable[..., Any]] = {}
+
+
+def is_laid_out(graph: fx.Graph) -> bool:
+    """Return whether a graph is one of stages."""
+    return any(PLACE in node.meta for node in graph.nodes)
+
 
 # The most bytes that a message has, unless one tensor has more.
 BUCKET = 4 << 20

@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.graph.collective_nodes import Axes
+from fxpar.graph.collective_nodes import Axes, local_shape
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes import moved_rows
-from fxpar.passes.lower_uneven import local_shape, lower_uneven
+from fxpar.passes.lower_uneven import lower_uneven
 from fxpar.passes.simulate import emulate_collectives
 from fxpar.sharding import row_moves
 from fxpar.sharding.mesh import Mesh
@@ -56,6 +57,21 @@ def contiguous(build: Builder, x: fx.Node) -> fx.Node:
     if x.meta["val"].is_contiguous():
         return x
     return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
+    which views of it were traced."""
+    strides = _torch.symbols.hint_shape(like.stride())
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    if x.meta["val"].permute(order).is_contiguous():
+        return x
+    permuted = build.call(aten.permute.default, x, order)
+    copy = build.call(
+        aten.clone.default, permuted, memory_format=torch.contiguous_format
+    )
+    inverse = [order.index(d) for d in range(len(order))]
+    return build.call(aten.permute.default, copy, inverse)
 
 
 def _to_front(

@@ -18,19 +18,11 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.graph.collective_nodes import Axes, Cut
+from fxpar.graph.collective_nodes import OWN_SHAPE, Axes, Cut
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
-
-# Key of ``meta`` for a step's operand whose shape is not the same on all ranks.
-_SHAPE = "fxpar_shape"
-
-
-def local_shape(node: fx.Node) -> tuple[Size, ...]:
-    """Return this rank's shape of a step's operand."""
-    return tuple(node.meta.get(_SHAPE) or node.meta["val"].shape)
 
 
 def lower_uneven(
@@ -83,9 +75,9 @@ def lower_uneven(
     padding = [build.missing(room, size) for room, size in pairs]
     if any(n != 0 for n in padding):
         x = build.pad(x, padding)
-    own_shape, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
+    own_shape, x.meta[OWN_SHAPE] = x.meta.get(OWN_SHAPE), padded
     result = lower(build, x, *args)
-    x.meta[_SHAPE] = own_shape
+    x.meta[OWN_SHAPE] = own_shape
     for d, (room, parts) in joined_dims.items():
         result = _join_parts(build, result, d, room, parts)
     for d, size in short.items():

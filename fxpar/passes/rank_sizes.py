@@ -31,14 +31,6 @@ from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
 
 
-def is_uneven(graph: fx.Graph) -> bool:
-    """Return whether a local graph has values of other sizes on some ranks."""
-    return any(
-        node.target in rank_ints.SIZES or "fxpar_global_shape" in node.meta
-        for node in graph.nodes
-    )
-
-
 def is_size(node: fx.Node) -> bool:
     """Return whether a node computes a size from other sizes."""
     return isinstance(node.target, BuiltinFunctionType | type) and (

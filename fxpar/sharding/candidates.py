@@ -460,7 +460,7 @@ def _decide_in_parts(
 
 def _part_count(decision: Decision, most: int) -> int:
     """Return how many parts the batch is cut into under a decision, as by
-    ``passes.stages.microbatches``: by the rows that a rank reads."""
+    ``stages.microbatches``: by the rows that a rank reads."""
     if not decision.is_even:
         return 1
     program, edges, mesh = decision.program, decision.edges, decision.mesh

@@ -1,7 +1,7 @@
 """Finds the factors and dims that follow the batch, by planning over an axis in time.
 
 In: a Program in global shapes. Out: a ``BatchCut``, by the same factor rules that split
-a batch over ranks; None where there is no batch. ``passes.stages.microbatches`` cuts
+a batch over ranks; None where there is no batch. ``stages.microbatches`` cuts
 the local graph in the same way.
 Never: changes the program.
 """

@@ -2,7 +2,7 @@
 
 A program is planned on the mesh of one stage. A parameter that is split along the axis
 of stages too is put together where it is read, and its gradient is split along it, by
-reshards of that axis alone; ``passes.stages.lay_out_stages`` turns these into messages
+reshards of that axis alone; ``stages.lay_out_stages`` turns these into messages
 to and from the places that need them. In the update of a training step each place
 computes its part.
 In: signatures, and Decisions on the mesh of one stage. Out: signatures without the axis

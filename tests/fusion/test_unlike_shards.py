@@ -15,10 +15,11 @@ from torch import fx, nn
 import fxpar
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import uneven_ops
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.uneven_ops import UnevenOp, closed
+from fxpar.fusion.node_legality import UnevenOp, is_closed
+from fxpar.fusion.uneven_ops import close
 from fxpar.graph import collective_nodes
+from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import Settings
@@ -93,8 +94,9 @@ def takes_split(plan: Any, name: str) -> bool:
 
 
 def _closed_ops(plan: Any) -> fx.Graph:
-    graph = plan.result.local
-    return closed(graph, plan.mesh, mode_of(graph))
+    graph = copy_of(plan.result.local)
+    close(graph, plan.mesh, mode_of(graph))
+    return graph
 
 
 def test_what_reads_a_closed_op_is_closed() -> None:
@@ -133,7 +135,7 @@ def test_what_is_closed() -> None:
 def test_a_line_that_names_unlike_shards_is_refused() -> None:
     plan, _ = planned("tp=2", hints=HINTS)
     graph = _closed_ops(plan)
-    item = next(node for node in graph.nodes if uneven_ops.is_closed(node))
+    item = next(node for node in graph.nodes if is_closed(node))
     with pytest.raises(ScheduleError, match="has shards of unequal sizes"):
         apply(f"cut({item.name}, axes=tp)", plan.result.local, plan.mesh)
 

@@ -467,7 +467,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(attention)
     monkeypatch.setattr(
-        "fxpar.passes.attention.local_flex._with_global_index",
+        "fxpar.features.sequences.local_flex._with_global_index",
         lambda call, node, places: node,
     )
     wrong = planned(attention)

@@ -23,10 +23,10 @@ from fxpar.features.experts import (
     first_rows,
     local_experts,
 )
+from fxpar.features.stages import rows_of_parts
 from fxpar.fusion import node_legality
 from fxpar.graph.builder import PART
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.stages import rows_of_parts
 from fxpar.planning import TracedPlan
 from fxpar.sharding.op_facts import op_facts_of
 from tests.helpers.models import MIXTURES, build_double, double

@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar import _torch
+from fxpar.features.stages import sums_of_parts
 from fxpar.passes.order import layer_segments
 from fxpar.passes.order.layer_segments import LEAST_CALLS
 from fxpar.passes.order.outline_layers import INVOKE, outline_layers
 from fxpar.passes.simulate.launches import crossings
-from fxpar.passes.stages import sums_of_parts
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches

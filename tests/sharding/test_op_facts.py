@@ -14,8 +14,8 @@ import torch._inductor.inductor_prims  # registers them
 
 import fxpar
 from fxpar.features.experts import local_experts  # noqa: F401  (registers ops)
+from fxpar.features.stages import sums_of_parts  # noqa: F401  (registers ops)
 from fxpar.graph import custom_ops  # noqa: F401  (registers ops)
-from fxpar.passes.stages import sums_of_parts  # noqa: F401  (registers ops)
 from fxpar.sharding.op_facts import OpFacts, name_of, op_facts_of
 from fxpar.sharding.ops import FACTS, FAMILIES
 

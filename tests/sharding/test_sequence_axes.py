@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
+from fxpar.features.sequences.overlap_attention import rings_of
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.sharding.mesh import Mesh
 from tests.helpers import models
 

@@ -1,27 +1,79 @@
 """Adds attention over split sequences, and softmax over split dims.
 
 In: a graph with attention, or with a maximum along a dim. Out: rows of the list, which
-are on for it. Never: a change to a graph without them.
+are on for it; local forms of attention; verb ``balance``, and rings of keys and values,
+for schedules. Never: a change to a graph without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from fxpar.features.feature import Feature, has, steps_of
+from torch import fx
 
-_step = steps_of(f"{__name__}.sequence_steps")
+from fxpar.features.feature import Feature, has, later, names_of_ops, steps_of
+from fxpar.fusion.apply_schedule import NODE, TAKES, VERBS, Takes
+from fxpar.fusion.schedule import PROPOSALS, Schedule
+from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
+from fxpar.sharding.op_table import keys
+from fxpar.sharding.ops import LOCAL
+
+_RINGS = f"{__name__}.overlap_attention"
 
 
-def _has_attention(names: Collection[str], _: Any) -> bool:
+def _has_attention(names: Collection[str], _: Any = None) -> bool:
     return any("attention" in name for name in names)
 
+
+def _is_attended(_: Sequence[fx.Node], ends: Sequence[fx.Node]) -> bool:
+    return "attention" in str(ends[0].target)
+
+
+def _lines(state: Any) -> dict[str, Schedule]:
+    names = names_of_ops(state.graph(state.schedule))
+    if not (_has_attention(names) and _is_ring_or_causal(names, state)):
+        return {}
+    lines: dict[str, Schedule] = _lines_of_attention(state)
+    return lines
+
+
+_is_ring_or_causal = has(
+    "all_gather fxpar.causal_attention fxpar.causal_attention_backward"
+)
+_lines_of_attention = later(_RINGS, "proposals")
 
 FEATURE = Feature(
     "sequences",
     {
-        "random_by_index": [_step("causal_masks", _has_attention)],
-        "mark_first_rows": [_step("pair_reductions", has("aten.amax"))],
+        "random_by_index": [
+            steps_of(f"{__name__}.normalize_masks")("causal_masks", _has_attention)
+        ],
+        "mark_first_rows": [
+            steps_of(f"{__name__}.softmax_pairs")("pair_reductions", has("aten.amax"))
+        ],
     },
+    ops=[f"{__name__}.balanced_attention"],
 )
+
+# Module -> namespace and names of the ops to which, and to whose backwards, it gives
+# local forms.
+_FORMS = {
+    "local_attention": (
+        "aten",
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    ),
+    "local_documents": ("torch_attn", "_varlen_attn"),
+    "local_flex": ("higher_order", "flex_attention"),
+}
+for _module, (_space, _names) in _FORMS.items():
+    for _end, _form in (("", "forward"), ("_backward", "backward")):
+        _ops = keys(" ".join(name + _end for name in _names.split()), _space)
+        LOCAL.update(dict.fromkeys(_ops, later(f"{__name__}.{_module}", _form)))
+
+TAKES["balance"] = Takes("balance(attention)", (NODE,))
+VERBS["balance"] = later(f"{__name__}.balance", "balance")
+PROPOSALS.append(_lines)
+SCHEMES.append(OverlapScheme(_is_attended, later(_RINGS, "overlap")))

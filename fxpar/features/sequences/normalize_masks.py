@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.features.sequences.local_attention import arguments_of, in_order
 from fxpar.features.sequences.place_rules import PlaceFunctions, function_of
-from fxpar.graph.builder import Builder, shape_of
+from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import (
     Affine,
     TwoValued,
@@ -27,10 +28,11 @@ from fxpar.passes.normalize.place_functions import (
     is_equal_size,
     with_opposite_bound,
 )
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.op_facts import BIASES
 
 
-def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
+def causal_masks(graph: fx.Graph, _: JointState) -> None:
     """Give attention under a causal mask ``is_causal`` instead, and drop masks that
     hide nothing."""
     functions: PlaceFunctions = {}
@@ -44,7 +46,8 @@ def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
             continue
         causal = _is_causal(arguments, arguments[name], functions)
         if causal is not None:
-            _set_arguments(node, {name: None, "is_causal": causal})
+            changed = arguments | {name: None, "is_causal": causal}
+            node.args, node.kwargs = in_order(node.target, changed)
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -52,19 +55,9 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     call."""
     if node.op != "call_function" or "attention" not in str(node.target):
         return {}
-    schema = _torch.objects.schema_of(node.target)
-    if schema is None:
+    if _torch.objects.schema_of(node.target) is None:
         return {}
-    defaults = {a.name: a.default_value for a in schema.arguments}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
-
-
-def _set_arguments(node: fx.Node, changed: dict[str, Any]) -> None:
-    """Give a call other arguments."""
-    arguments = _named_arguments(node) | changed
-    declared = _torch.objects.schema_of(node.target).arguments
-    node.args = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
-    node.kwargs = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
+    return arguments_of(node.target, node.args, node.kwargs)
 
 
 def _is_causal(

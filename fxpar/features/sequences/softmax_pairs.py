@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences.merge_attention import finite_or_zero
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
-from fxpar.passes.attention.merge_attention import finite_or_zero
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
@@ -63,6 +64,14 @@ class SplitSoftmax:
         reduce = collectives.along("all_reduce", mesh, self.axes)
         gather = collectives.along("all_gather", mesh, self.axes)
         return gather.seconds(sum(sizes)) < sum(map(reduce.seconds, sizes))
+
+
+def pair_reductions(graph: fx.Graph, state: JointState) -> None:
+    """Replace the all-reduces that normalize a softmax along a split dim by one
+    exchange, where that pays."""
+    hardware, mesh = state.request.hardware, state.decided.mesh
+    if hardware is not None and mesh.size > 1 and state.decided.is_even:
+        exchange_pairs(graph, state.build, hardware.at_speed(mesh.slowest).on(mesh))
 
 
 def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fxpar.features.feature import Feature, steps_of
+from fxpar.features.feature import Feature, later, steps_of
+from fxpar.graph.pipeline_ops import OF_STAGES
 
 _step = steps_of(f"{__name__}.stage_steps")
 
@@ -34,4 +35,9 @@ FEATURE = Feature(
         "pair_reductions": [_step("order_stages", _has_stages, optional=False)],
         "local": [_step("take_place", _has_stages, optional=False)],
     },
+    ops=[f"{__name__}.sums_of_parts"],
+    lowerings=[f"{__name__}.sums_of_parts"],
 )
+
+OF_STAGES["program_at"] = later(f"{__name__}.program_at_place", "program_at")
+OF_STAGES["simulate"] = later(f"{__name__}.simulate_pipeline", "simulate_pipeline")

@@ -20,9 +20,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.graph import collective_nodes as steps
-from fxpar.graph.builder import STAGE
-from fxpar.passes.stages.stage_kinds import (
+from fxpar.features.stages.stage_kinds import (
     ALL,
     BACKWARD,
     EVERYWHERE,
@@ -33,6 +31,8 @@ from fxpar.passes.stages.stage_kinds import (
     is_loose_view,
     viewed_value,
 )
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in

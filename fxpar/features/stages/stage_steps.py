@@ -14,11 +14,12 @@ from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError, compose
 from fxpar.features.stages.assign_stages import StageCosts, assign_stages
+from fxpar.features.stages.lay_out_stages import lay_out_stages
+from fxpar.features.stages.microbatches import cut_microbatches
+from fxpar.features.stages.program_at_place import program_at
 from fxpar.graph.builder import PART
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.stages.lay_out_stages import is_laid_out, lay_out_stages
-from fxpar.passes.stages.microbatches import cut_microbatches
-from fxpar.passes.stages.program_at_place import program_at
+from fxpar.graph.pipeline_ops import is_laid_out
 from fxpar.runtime.steps.pipeline_state import JointState, RankState
 from fxpar.runtime.steps.plan_steps import parts_of
 from fxpar.sharding import pipeline_schedule as schedules

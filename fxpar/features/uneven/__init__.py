@@ -1,12 +1,27 @@
 """Adds that rows of a split dim move between ranks, and that shards may be uneven.
 
 In: a graph with ops that shift, join, repeat or interleave rows. Out: rows of the list,
-which give these ops forms that may be split. Never: a change to a graph without them.
+which give these ops forms that may be split; rows of a convolution that come from other
+ranks while it runs, for schedules. Never: a change to a graph without them.
 """
 
 from __future__ import annotations
 
-from fxpar.features.feature import Feature, has, steps_of
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpar.features.feature import Feature, has, later, steps_of
+from fxpar.fusion.schedule import OF_PERMUTES
+from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
+
+_HALO = f"{__name__}.overlap_halo"
+
+
+def _is_convolved(_: Sequence[fx.Node], ends: Sequence[fx.Node]) -> bool:
+    return ends[0].target is torch.ops.aten.convolution.default
+
 
 _step = steps_of(f"{__name__}.uneven_steps")
 
@@ -37,3 +52,6 @@ FEATURE = Feature(
         "decompose": [_step("rejoin_rows", has("aten.convolution"))],
     },
 )
+
+SCHEMES.append(OverlapScheme(_is_convolved, later(_HALO, "overlap")))
+OF_PERMUTES.append(later(_HALO, "candidates"))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.feature import Feature
+from fxpar.features.feature import Feature, later
 from fxpar.passes.order.order_collectives import Pass
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.refine_mesh import by_speed
+
+_by_speed = later("fxpar.sharding.refine_mesh", "by_speed")
 
 # The ops at the edges of manual regions.
 _EDGES = {"fxpar.enter_region.default", "fxpar.leave_region.default"}
@@ -31,7 +32,7 @@ def share_by_speed(graph: fx.Graph, state: Any) -> None:
         return
     regions = any(str(n.target) in _EDGES for n in graph.nodes)
     state.rows = 0 if state.open else _first_rows(state)
-    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
+    mesh, state.open_shares = _by_speed(state.request, state.rows, regions=regions)
     state.request = state.request.on(mesh)
 
 

@@ -26,10 +26,9 @@ import torch
 from torch import fx
 
 from fxpar.fusion.node_legality import CallableRegion as CallableRegion
+from fxpar.fusion.node_legality import UnevenOp, is_message
 from fxpar.fusion.node_legality import arrange as arrange
-from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.uneven_ops import UnevenOp
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.passes.lower import contiguous

@@ -20,7 +20,7 @@ well. Never lets an op run in chunks that reads all of the cut dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,20 @@ class Chunks:
 Layout = Chunks | Ring
 
 
+@dataclass(frozen=True)
+class OverlapScheme:
+    """Is a way of a feature to overlap nodes of some kinds."""
+
+    # Whether the nodes where chunks would begin, and where they end, are of the kinds.
+    is_for: Callable[[Sequence[fx.Node], Sequence[fx.Node]], bool]
+    # With the arguments of ``overlap``; None: it is no way for them after all.
+    overlap: Callable[..., list[fx.Node] | None]
+
+
+# The first that is a way for the nodes is taken.
+SCHEMES: list[OverlapScheme] = []
+
+
 def overlap(
     edit: Edit,
     starts: tuple[fx.Node, ...],
@@ -117,6 +131,12 @@ def overlap(
     chunks. ring: number of directions, 1 or 2; the chunks are then the parts of the
     ranks. fused: 1 for one op that does both (``fused_matmul``).
     """
+    for scheme in SCHEMES:
+        if scheme.is_for(starts, ends):
+            args = edit, starts, ends, chunks, dim, ring, fused
+            results = scheme.overlap(*args)
+            if results is not None:
+                return results
     if fused:
         _check_alone(starts[0], chunks, dim, ring)
         if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:

@@ -13,7 +13,7 @@ The schemes are those of collective matmuls (Wang et al., ASPLOS 2023, section 5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,17 @@ from fxpar.sharding.mesh import Mesh
 aten = torch.ops.aten
 
 Axes = tuple[str, ...]
+
+
+def of_rank(
+    build: Builder, x: fx.Node, axes: Sequence[str], source: Callable[[int], int]
+) -> fx.Node:
+    """Append ``x`` of another rank. ``source``: position of a rank along the axes ->
+    that of the rank whose value it gets."""
+    mesh = build.mesh
+    index = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
+    sources, along = tuple(index.index(source(i)) for i in index), mesh.ordered(axes)
+    return collective_nodes.step(build, collective_nodes.permute, x, sources, along)
 
 
 @dataclass(frozen=True)
@@ -87,12 +98,8 @@ class Ring:
 
     def passed(self, build: Builder, x: fx.Node, way: int) -> fx.Node:
         """Append ``x`` of the rank before (``way`` 1), or of the next (-1)."""
-        mesh, count = build.mesh, build.mesh.count(self.axes)
-        index = [mesh.index(r, self.axes) for r in mesh.group(0, self.axes)]
-        sources = tuple(index.index((i - way) % count) for i in index)
-        permuted = collective_nodes.step(
-            build, collective_nodes.permute, x, sources, mesh.ordered(self.axes)
-        )
+        count = build.mesh.count(self.axes)
+        permuted = of_rank(build, x, self.axes, lambda i: (i - way) % count)
         permuted.meta["fxpar_chunk"] = True
         return permuted
 

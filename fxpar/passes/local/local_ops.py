@@ -28,9 +28,6 @@ from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
-from fxpar.passes.attention import local_attention as _attention  # noqa: F401  (forms)
-from fxpar.passes.attention import local_documents as _documents  # noqa: F401  (forms)
-from fxpar.passes.attention import local_flex as _flex  # noqa: F401  (forms)
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
 from fxpar.sharding.factors import Axes

@@ -21,6 +21,7 @@ from fxpar.errors import PlanError
 from fxpar.graph import custom_ops
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph.graph_bodies import attribute_at, body_of, bound_body, module_of
+from fxpar.graph.pipeline_ops import OF_STAGES, is_laid_out
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.simulate.emulate_collectives import (
@@ -34,8 +35,6 @@ from fxpar.passes.simulate.emulate_collectives import (
     scatter,
     shared,
 )
-from fxpar.passes.stages.lay_out_stages import is_laid_out
-from fxpar.passes.stages.program_at_place import program_at
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw
@@ -74,7 +73,7 @@ def run_ranks(
     if axis is None or not is_laid_out(nodes):
         return run_lockstep(graph, mesh, inputs)
     programs: list[Any] = [
-        program_at(nodes, place) for place in range(mesh.axis_size(axis))
+        OF_STAGES["program_at"](nodes, place) for place in range(mesh.axis_size(axis))
     ]
     if module is not None:
         programs = [module_of(module, program) for program in programs]

@@ -14,10 +14,10 @@ from collections.abc import Collection
 from torch import fx
 
 from fxpar._torch.fake import fake_mode_of
+from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
 from fxpar.passes.rank_sizes import sized
-from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
@@ -38,7 +38,11 @@ def predict_step(
     passes of the order; ``fused``: as for ``simulate``, which says what is raised."""
     axis = pipeline_axis(mesh)
     if axis is not None:
-        return simulate_pipeline(graph, hardware.on(mesh), axis, hardware, fused=fused)
+        simulate_stages = OF_STAGES["simulate"]
+        timeline: Timeline = simulate_stages(
+            graph, hardware.on(mesh), axis, hardware, fused=fused
+        )
+        return timeline
     graph = as_run(graph, disable=disable, settings=settings)
     if mesh.is_shared_equally:
         machine = hardware.at_speed(mesh.slowest)

@@ -43,7 +43,9 @@ __all__ = [
     "simulate",
 ]
 
-COMPUTE = "compute"
+# The stream of a rank's launches; the prefix of that of all launches at a place of a
+# pipeline.
+COMPUTE, PLACE_STREAM = "compute", "place"
 
 # Number of the largest tensors at the peak that are named.
 LARGEST = 10

@@ -25,14 +25,14 @@ from fxpar.graph import (
     custom_ops,
     size_nodes,
 )
-from fxpar.graph.builder import Builder, value_of
+from fxpar.graph.builder import Builder, is_uneven, value_of
 from fxpar.graph.graph_bodies import all_nodes, body_of, bound_body
 from fxpar.passes import number_keys
 from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.order.joinable_collectives import LARGEST, whole_bytes
-from fxpar.passes.rank_sizes import is_size, is_uneven, restate
+from fxpar.passes.rank_sizes import is_size, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh

@@ -23,13 +23,13 @@ from fxpar.errors import (
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
+from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
-from fxpar.passes.stages.program_at_place import program_at
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -38,6 +38,7 @@ from fxpar.sharding.candidates import balanced, choose, split_evenly
 from fxpar.sharding.decide import Decision, decide_on
 from fxpar.sharding.manual_axes import over_manual_axes, planned_plan
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.ops.unknown_ops import report_unknown
 from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
@@ -236,8 +237,10 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
         if state.open_shares:
             state.request = request.on(state.decision.mesh)
     decision = state.decided
-    report_unknown(decision.program, decision.mesh, request.options.strict)
-    check_user_rules(decision)
+    if not all(op.has_rule for op in decision.program.ops):
+        report_unknown(decision.program, decision.mesh, request.options.strict)
+    if has_user_rules():
+        check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
     for rival in () if state.open_shares else decision.rivals:
         on_mesh = request.on(rival.mesh) if request.meshes else state.request
@@ -302,6 +305,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         return by_kind(run.phases, signature, run.launches), ()
     graphs = [_at_hints(state)]
     if pipeline is not None:
+        program_at = OF_STAGES["program_at"]
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
         for graph in graphs:

@@ -2,7 +2,7 @@
 
 In: a call of attention in a graph of global shapes, and a strategy that splits its
 queries. Out: whether ranks may swap halves of their queries so that all have equal work
-(``fusion.verbs.balance`` asks ``obstacle`` too), and the seconds of the swaps. With
+(``sequences.balance`` asks ``obstacle`` too), and the seconds of the swaps. With
 them a call costs the mean of all ranks' work (``visible_pairs``). Never: changes a
 graph.
 """

@@ -5,7 +5,7 @@ and a gradient of the keys is partial over the query heads that share one. Queri
 be split along the sequence where there is one log-sum-exp per query; so may keys and
 values, which makes outputs summands that ranks weight by their log-sum-exp, and
 gradients of queries plain summands. A causal mask counts places in the whole
-sequence (``passes.attention.local_attention``). Seeds, reserves and empty results are
+sequence (``sequences.local_attention``). Seeds, reserves and empty results are
 equal on every rank.
 
 Tensors get their words by the names of arguments in an op's schema, which all kernels

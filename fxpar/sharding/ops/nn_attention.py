@@ -11,7 +11,7 @@ their gradients are sums over all scores, so partial.
 
 In ``varlen`` queries are split where the window is none or ends after a known number of
 later tokens, and keys where there is no window or a causal one: where documents begin
-on a rank depends on data (``passes.attention.local_documents``).
+on a rank depends on data (``sequences.local_documents``).
 
 In: calls of these ops. Out: their rules.
 Never: gives a rule to a call with pages of a cache.

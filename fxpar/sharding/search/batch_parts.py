@@ -151,7 +151,7 @@ class PartProgram:
 
         The result is read, and the sum so far read and written; the first part is not
         added to anything. A product in the dtype of its sum adds to it as it is made,
-        which takes no longer than writing it (``passes.stages.sums_of_parts``).
+        which takes no longer than writing it (``stages.sums_of_parts``).
         """
         program, sums = self.program, self.cut.sums
         out: dict[int, tuple[tuple[int, float], ...]] = {}

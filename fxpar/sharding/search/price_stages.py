@@ -5,7 +5,7 @@ In: a SearchResult on the mesh of one stage, priced for one part of the batch
 (``batch_parts``), and the Pipeline. Out: ``StagedStep``: seconds of a step by the
 schedule's own order of actions, of the equal parts that each stage computes, the
 messages between places, and work done once for all parts; bytes that each place holds
-(``stage_bytes``). Never: chooses anything but the cuts, or changes the result.
+(``stage_chain``). Never: chooses anything but the cuts, or changes the result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from fxpar.sharding.pipeline_schedule import Action
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.run_search import SearchResult
-from fxpar.sharding.search.stage_bytes import exchange_seconds, stage_memory
-from fxpar.sharding.search.stage_chain import StageChain
+from fxpar.sharding.search.stage_chain import StageChain, exchange_seconds, stage_memory
 from fxpar.sharding.solver import Solution
 
 # The place of ops of no stage: the update of a training step.

@@ -23,22 +23,25 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.stages.program_at_place import program_at
+from fxpar.features.stages.stage_kinds import BACKWARD, home_of
 from fxpar.graph.builder import PART, PLACE
 from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import residency
-from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch_seconds
-from fxpar.passes.stages.program_at_place import program_at
-from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
+from fxpar.passes.simulate.simulate_step import (
+    PLACE_STREAM,
+    Event,
+    Timeline,
+    Traffic,
+    launch_seconds,
+)
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh
 
 ours = torch.ops.fxpar
-
-# The prefix of a place's stream.
-STREAM = "place"
 
 # The most passes if ranks share cores; a relative change of the step below _SAME ends
 # them.
@@ -204,7 +207,7 @@ class _Clocks:
             Event(
                 x.name[0],
                 x.name[1],
-                f"{STREAM} {place}",
+                f"{PLACE_STREAM} {place}",
                 x.start,
                 x.end - x.start,
                 nodes=x.launches,

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import (
+    flex_parts,
+    merge_attention,
+)
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.attention import flex_parts, merge_attention
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.ops import LOCAL
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -54,7 +56,7 @@ def _with_global_index(
     return flex_parts.shifted(call.build, node, starts, call.node.name)
 
 
-def _forward(
+def forward(
     call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any,
     options: dict[str, Any], *captured: Any,
 ) -> Any:  # fmt: skip
@@ -106,7 +108,7 @@ def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
     return build.call(aten.permute.default, dense, [order.index(d) for d in range(4)])
 
 
-def _backward(call: LocalCall, *args: Any) -> Any:
+def backward(call: LocalCall, *args: Any) -> Any:
     *tensors, forward, joint, mask, scale, options = args[:12]
     functions = (
         _with_global_index(call, body, flex_parts.SCORE) for body in (forward, joint)
@@ -162,11 +164,3 @@ def _own_mask(
             lists = [*flex_parts.own_blocks(build, lists[0], lists[1], first, count)]
         own[at : at + 2] = lists
     return tuple(own)
-
-
-LOCAL.update(
-    {
-        "higher_order::flex_attention": _forward,
-        "higher_order::flex_attention_backward": _backward,
-    }
-)

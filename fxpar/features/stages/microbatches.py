@@ -24,16 +24,15 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
+from fxpar.features.stages.stage_kinds import viewed_value
+from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous
 from fxpar.passes.moved_rows import exchanged
-from fxpar.passes.stages.rows_of_parts import rows_of_parts
-from fxpar.passes.stages.stage_kinds import viewed_value
-from fxpar.passes.stages.steps_over_parts import NOTED
-from fxpar.passes.stages.sums_of_parts import accumulate_products
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cut_in_time import MEMORY
 from fxpar.sharding.decide import Decision, decide

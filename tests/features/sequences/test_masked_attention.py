@@ -12,8 +12,11 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import attention_form, ring_attention
-from fxpar.passes.attention import local_attention, merge_attention
+from fxpar.features.sequences import (
+    local_attention,
+    merge_attention,
+    ring_attention,
+)
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
 SEQUENCE = (None, None, "cp", None)
@@ -91,7 +94,7 @@ def ring(plan: Any) -> str:
     """Its lines for a plan that gathers keys."""
     gathers = "[all_gather, all_gather_1]"
     nodes = plan.result.local.nodes
-    names = [n.name for n in nodes if attention_form.form_of(n.target)]
+    names = [n.name for n in nodes if ring_attention.form_of(n.target)]
     return "\n".join(f"overlap({gathers}, {name}, ring=1)" for name in names)
 
 

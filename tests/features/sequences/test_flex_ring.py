@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import (
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion.verbs.flex_ring import FlexRing
-from fxpar.passes.attention import flex_parts
+from fxpar.features.sequences import flex_parts
+from fxpar.features.sequences.flex_ring import FlexRing
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
 

@@ -1,9 +1,9 @@
 """Applies verb ``overlap`` to gathers and an attention that reads them, by the ring for
 its kind.
 
-In: an Edit, gathers, and an attention; anything else goes to ``overlap``. Out: its
-results from parts of keys and values that travel along a ring. ``rings_of`` gives the
-lines that a graph takes. Never changes a mask: parts count from where they begin.
+In: an Edit, gathers, and an attention. Out: its results from parts of keys and values
+that travel along a ring. ``proposals`` gives the lines that a graph takes. Never
+changes a mask: parts count from where they begin.
 
 The ring of a balanced attention: after ``balance(attention)`` the verb ``overlap([ag,
 ag_1], attention, ring=1)`` has keys change places as queries did: a rank keeps the
@@ -25,14 +25,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences.balance import balances_of, mirrored
+from fxpar.features.sequences.flex_ring import FlexRing
+from fxpar.features.sequences.ring_attention import (
+    FLEX,
+    SEQUENCE,
+    RingAttention,
+    form_of,
+)
 from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.schedule_attempts import Attempts
 from fxpar.fusion.schedule_edit import Edit
-from fxpar.fusion.verbs import overlap as chunked
-from fxpar.fusion.verbs.attention_form import FLEX, form_of
-from fxpar.fusion.verbs.balance import mirrored
-from fxpar.fusion.verbs.flex_ring import FlexRing
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.fusion.verbs.ring_attention import SEQUENCE, RingAttention
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 
@@ -102,6 +106,19 @@ class BalancedRing(RingAttention):
         return build.call(_OF_HALVES[self.form.backward], *args, *aheads, gap, scale)
 
 
+def proposals(state: Attempts) -> dict[str, Schedule]:
+    """Return a ring for each attention that reads gathered keys, balanced queries, and
+    both, for the graph with the best schedule of ``state``."""
+    best = state.schedule
+    graph = state.graph(best)
+    rings, balances = rings_of(graph), balances_of(graph, state.mesh)
+    ways = {"rings of keys and values": rings, "attentions balanced": balances}
+    if rings.lines and balances.lines:
+        both = balances + rings_of(state.graph(best + balances))
+        ways["lines of balanced rings"] = both
+    return ways
+
+
 def rings_of(graph: fx.Graph) -> Schedule:
     """Return a line for each attention of a local graph with steps whose keys and
     values are gathered for it."""
@@ -131,18 +148,17 @@ def overlap(
     edit: Edit,
     starts: tuple[fx.Node, ...],
     ends: tuple[fx.Node, ...],
-    chunks: int | None = None,
-    dim: int | None = None,
-    ring: int | None = None,
-    fused: int = 0,
-) -> list[fx.Node]:
+    chunks: int | None,
+    dim: int | None,
+    ring: int | None,
+    fused: int,
+) -> list[fx.Node] | None:
     """Apply ``overlap([ag, ag_1], attention, ring=1)``. Return its output, or the
-    gradients of keys and values; anything else goes to ``overlap.overlap``, which has
-    the same options."""
+    gradients of keys and values; None if it is no ring of one attention."""
     form = form_of(ends[0].target) if len(ends) == 1 else None
-    if form is not None and ring is not None and not fused:
-        scheme = BalancedRing if form.sets > 1 else RingAttention
-        if form in FLEX.values():
-            scheme = FlexRing
-        return scheme(edit, form, starts, ends[0], ring, chunks, dim).run()
-    return chunked.overlap(edit, starts, ends, chunks, dim, ring, fused)
+    if form is None or ring is None or fused:
+        return None
+    scheme = BalancedRing if form.sets > 1 else RingAttention
+    if form in FLEX.values():
+        scheme = FlexRing
+    return scheme(edit, form, starts, ends[0], ring, chunks, dim).run()

@@ -32,11 +32,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import merge_attention
+from fxpar.features.sequences.local_attention import arguments_of, call_by_name
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.attention import merge_attention
-from fxpar.passes.attention.local_attention import arguments_of, call_by_name
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.ops import LOCAL
 from fxpar.sharding.ops.local_call import LocalCall
 
 
@@ -259,7 +258,7 @@ def _is_aligned(arguments: dict[str, Any]) -> bool:
     return arguments["is_causal"] or tuple(window) != (-1, -1)
 
 
-def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     if axes := key_axes(call, 0):
         return _over_own_keys(call, arguments, axes)
@@ -356,7 +355,7 @@ def _sum_of_own(build: Builder, summands: list[fx.Node], parts: Any) -> fx.Node:
     return build.where(_column(build, parts.in_document, 2), total, 0.0)
 
 
-def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     if key_axes(call, 1):
         return _by_own_keys(call, arguments)
@@ -380,11 +379,3 @@ def _of_seen(call: LocalCall, grad: fx.Node, begins: fx.Node) -> fx.Node:
     is_seen = build.call(aten.lt.Tensor, places, end)
     is_seen = build.call(aten.view.default, is_seen, [-1, 1, 1])
     return build.where(is_seen, grad, 0.0)
-
-
-LOCAL.update(
-    {
-        "torch_attn::_varlen_attn": _forward,
-        "torch_attn::_varlen_attn_backward": _backward,
-    }
-)

@@ -15,7 +15,10 @@ from torch.nn.attention.flex_attention import (
 )
 
 import fxpar
-from fxpar.passes.attention import flex_parts, merge_attention
+from fxpar.features.sequences import (
+    flex_parts,
+    merge_attention,
+)
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import calls, check_by_lists, give_largest_scores, on_cpu
 

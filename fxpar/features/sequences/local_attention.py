@@ -23,12 +23,11 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.graph.builder import Builder, Size, value_of
-from fxpar.passes.attention import causal_attention, merge_attention
-from fxpar.passes.attention.merge_attention import weighted
+from fxpar.features.sequences import causal_attention, merge_attention
+from fxpar.features.sequences.merge_attention import weighted
+from fxpar.graph.builder import Size, value_of
+from fxpar.passes.lower import restrided
 from fxpar.sharding.op_facts import BIASES
-from fxpar.sharding.op_table import keys
-from fxpar.sharding.ops import LOCAL
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -42,8 +41,14 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> di
     """Return all arguments of a call by the names of its op's schema, with defaults."""
     declared = _torch.objects.schema_of(target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
-    positional = [argument.name for argument in declared if not argument.kwarg_only]
-    return defaults | dict(zip(positional, args, strict=False)) | kwargs
+    return defaults | dict(zip(defaults, args, strict=False)) | kwargs
+
+
+def in_order(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+    """Return the arguments of a call by position and by keyword, from all by name."""
+    declared = _torch.objects.schema_of(target).arguments
+    positional = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
+    return positional, {a.name: arguments[a.name] for a in declared if a.kwarg_only}
 
 
 def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
@@ -93,7 +98,7 @@ def _with_one_mask(
     return arguments | {name: mask, "is_causal": False}
 
 
-def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
@@ -163,7 +168,7 @@ def _merged(
     return build.cast(out, dtype), total
 
 
-def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
@@ -199,10 +204,8 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
 def call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """Call the op itself with arguments by name."""
-    declared = _torch.objects.schema_of(call.node.target).arguments
-    positional = [arguments[a.name] for a in declared if not a.kwarg_only]
-    options = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
-    return call.same(*positional, **options)
+    args, kwargs = in_order(call.node.target, arguments)
+    return call.same(*args, **kwargs)
 
 
 def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:
@@ -240,33 +243,3 @@ def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
     return call.build.call(
         aten.empty.memory_format, list(value.shape), dtype=value.dtype, device=device
     )
-
-
-def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
-    """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
-    which views of it were traced."""
-    strides = _torch.symbols.hint_shape(like.stride())
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
-    if x.meta["val"].permute(order).is_contiguous():
-        return x
-    permuted = build.call(aten.permute.default, x, order)
-    copy = build.call(
-        aten.clone.default, permuted, memory_format=torch.contiguous_format
-    )
-    inverse = [order.index(d) for d in range(len(order))]
-    return build.call(aten.permute.default, copy, inverse)
-
-
-_FORWARD = """
-scaled_dot_product_attention _scaled_dot_product_flash_attention
-_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-_scaled_dot_product_cudnn_attention
-"""
-_BACKWARD = """
-_scaled_dot_product_flash_attention_backward
-_scaled_dot_product_flash_attention_for_cpu_backward
-_scaled_dot_product_efficient_attention_backward
-_scaled_dot_product_cudnn_attention_backward
-"""
-LOCAL.update(dict.fromkeys(keys(_FORWARD), _forward))
-LOCAL.update(dict.fromkeys(keys(_BACKWARD), _backward))

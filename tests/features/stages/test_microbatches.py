@@ -15,7 +15,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError, PlanError
-from fxpar.passes.stages import microbatches
+from fxpar.features.stages import microbatches
 from tests.helpers.wrapper import code_of
 
 ROWS, WIDTH = 8, 16

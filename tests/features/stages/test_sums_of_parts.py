@@ -13,8 +13,8 @@ from torch import fx
 import fxpar
 from fxpar import _torch
 from fxpar._torch.fake import new_fake_mode
+from fxpar.features.stages import sums_of_parts
 from fxpar.graph.builder import Builder
-from fxpar.passes.stages import sums_of_parts
 from tests.helpers.wrapper import code_of
 
 aten, ours = torch.ops.aten, torch.ops.fxpar

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxpar
+from fxpar.features.sequences import flex_parts
 from fxpar.graph.builder import Builder
-from fxpar.passes.attention import flex_parts
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import calls, on_cpu
 

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
+from fxpar.features.stages.lay_out_stages import PLACE
+from fxpar.features.stages.program_at_place import program_at
+from fxpar.features.stages.stage_kinds import home_of
 from fxpar.graph import pipeline_ops
 from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.simulate.predict_step import predict_step
-from fxpar.passes.stages.lay_out_stages import PLACE
-from fxpar.passes.stages.program_at_place import program_at
-from fxpar.passes.stages.stage_kinds import home_of
 from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan

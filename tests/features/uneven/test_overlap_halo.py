@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import overlap_halo
+from fxpar.features.uneven import overlap_halo
 from fxpar.passes.order.forward_backward import as_run
 from tests.helpers.toys import Given, Toy
 

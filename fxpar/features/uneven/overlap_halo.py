@@ -15,6 +15,7 @@ so that this never changes a number.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.fusion.collective_window import Varies, Window, cut_out
 from fxpar.fusion.node_legality import arrange
-from fxpar.fusion.schedule import Line
+from fxpar.fusion.overlap_candidates import OverlapCandidate
+from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.verbs import overlap_attention
 from fxpar.fusion.verbs.overlap import between
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
 
@@ -77,19 +81,16 @@ def overlap(
     edit: Edit,
     starts: tuple[fx.Node, ...],
     ends: tuple[fx.Node, ...],
-    chunks: int | None = None,
-    dim: int | None = None,
-    ring: int | None = None,
-    fused: int = 0,
-) -> list[fx.Node]:
+    chunks: int | None,
+    dim: int | None,
+    ring: int | None,
+    fused: int,
+) -> list[fx.Node] | None:
     """Apply ``overlap([permute, permute_1], convolution)``. Return its result, and that
-    of the windows that read no halo; anything else goes to
-    ``overlap_attention.overlap``, which has the same options."""
-    is_halo = len(ends) == 1 and ends[0].target is _CONVOLUTION
-    if not is_halo or any(n.target is not collective_nodes.permute for n in starts):
-        args = starts, ends, chunks, dim, ring, fused
-        return overlap_attention.overlap(edit, *args)
-    (end,) = ends
+    of the windows that read no halo; None if it is no convolution after permutes."""
+    (end,) = ends if len(ends) == 1 else (None,)
+    if end is None or any(n.target is not collective_nodes.permute for n in starts):
+        return None
     if fused or any(option is not None for option in (chunks, dim, ring)):
         why = "is cut where its windows read a halo"
         raise refuse("overlap", end, why, fix="leave out chunks, dim, ring and fused")
@@ -122,6 +123,30 @@ def lines_of(graph: fx.Graph) -> list[tuple[Line, list[fx.Node], fx.Node]]:
             continue
         names = tuple(start.name for start in starts)
         out.append((Line("overlap", (names, node.name)), starts, node))
+    return out
+
+
+def candidates(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, varies: Varies
+) -> list[OverlapCandidate]:
+    """Return lines for all convolutions of one form, if they save time, and the seconds
+    that each does. One convolution of a form is simulated, in a window of its own: the
+    permutes of halos, the joining of their rows, the convolution."""
+    lines: dict[Any, list[Line]] = defaultdict(list)
+    windows: dict[Any, Window] = {}
+    for line, starts, node in lines_of(graph):
+        members = {*starts, *between(tuple(starts), (node,))}
+        window = cut_out(members, [node], starts[0], varies)
+        lines[window.form].append(line)
+        windows.setdefault(window.form, window)
+    out = []
+    for form, same_form in lines.items():
+        before, after = (
+            windows[form].seconds(schedule, mesh, hardware)
+            for schedule in (Schedule(), Schedule(tuple(same_form[:1])))
+        )
+        if after < before:
+            out.append(OverlapCandidate(Schedule(tuple(same_form)), before - after))
     return out
 
 

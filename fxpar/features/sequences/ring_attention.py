@@ -1,8 +1,9 @@
 """Applies verb ``overlap`` to gathers of keys and values and an attention that reads
 them.
 
-In: an Edit, the gathers, the attention. Out: its results, from parts of keys and
-values.
+In: an Edit, the gathers, the attention, and its ``AttentionForm``, which says where its
+arguments are and is read off the op's schema; flex_attention has none, so that its form
+is written here. Out: its results, from parts of keys and values.
 
 ``overlap([ag, ag_1], attention, ring=1)``: keys and values go from neighbour to
 neighbour, and no rank ever holds all of them. A rank attends its queries to each part
@@ -26,24 +27,94 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.node_legality import arrange
-from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.slice_op import SlicePart
-from fxpar.fusion.verbs import overlap as chunked
-from fxpar.fusion.verbs.attention_form import AttentionForm
-from fxpar.fusion.verbs.ring import Ring
-from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder
-from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import restrided
-from fxpar.passes.attention.merge_attention import (
+from fxpar import _torch
+from fxpar.features.sequences import causal_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.features.sequences.merge_attention import (
     RunningAttention,
     aligned,
     log_of_sum,
     of_visible,
     weighted,
 )
+from fxpar.fusion.node_legality import arrange
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.slice_op import SlicePart
+from fxpar.fusion.verbs import overlap as chunked
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.graph import collective_nodes
+from fxpar.graph.builder import Builder
+from fxpar.passes.lower import restrided
+from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.op_facts import BIASES
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Says which arguments an attention has at which positions.
+
+    Its first results are the output and a log-sum-exp of each query, or the gradients
+    of queries, keys and values.
+    """
+
+    # Position of the keys; the queries are before them, the values after.
+    keys: int
+    # Position of the first query's index, for a causal mask by index.
+    ahead: int | None
+    # Whether it gives gradients.
+    backward: bool
+    # Names of all arguments, in order; those by keyword too.
+    names: tuple[str, ...]
+    # Sets of queries: each has an output and a log-sum-exp, or gradients, of its own.
+    sets: int = 1
+
+    def argument(self, node: fx.Node, *names: str) -> Any:
+        """Return the argument of a call that has one of these names; None if not
+        given."""
+        for name in names:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            place = self.names.index(name) if name in self.names else len(node.args)
+            if place < len(node.args):
+                return node.args[place]
+        return None
+
+
+_FLEX = "query key value {} block_mask scale kernel_options score_others mask_others"
+_FLEX_BACKWARD = "out logsumexp grad_out grad_logsumexp fw_graph joint_graph"
+
+
+def _flex(functions: str, *, backward: bool) -> AttentionForm:
+    names = tuple(_FLEX.format(functions).split())
+    return AttentionForm(keys=1, ahead=None, backward=backward, names=names)
+
+
+FLEX: dict[str, AttentionForm] = {
+    "higher_order::flex_attention": _flex("score_mod", backward=False),
+    "higher_order::flex_attention_backward": _flex(_FLEX_BACKWARD, backward=True),
+}
+
+
+def form_of(target: Any) -> AttentionForm | None:
+    """Return the form of an attention on [batch, heads, sequence, features]; None for
+    any other op."""
+    flex = FLEX.get(_torch.aot.higher_order_name(target))
+    if flex is not None:
+        return flex
+    name, schema = str(target), _torch.objects.schema_of(target)
+    if schema is None or not is_contraction(target) or "attention" not in name:
+        return None
+    names = tuple(argument.name for argument in schema.arguments)
+    balanced = "near_ahead" in names and "gap" not in names
+    if "_scaled_dot" not in name and "ahead" not in names and not balanced:
+        return None
+    return AttentionForm(
+        keys=names.index("k" if "k" in names else "key"),
+        ahead=names.index("ahead") if "ahead" in names else None,
+        backward="backward" in name,
+        names=names,
+        sets=2 if balanced else 1,
+    )
+
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar

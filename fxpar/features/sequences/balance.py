@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.sequences import balanced_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.graph import collective_nodes
+from fxpar.fusion.verbs.ring import of_rank
 from fxpar.graph.builder import Builder
-from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
-from fxpar.passes.attention.local_attention import restrided
+from fxpar.passes.lower import restrided
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cost.balanced_queries import obstacle
 from fxpar.sharding.mesh import Mesh
@@ -103,11 +103,8 @@ def _ahead(node: fx.Node) -> Any:
 def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
     """Return ``x`` of the mirror rank: as far from the other end of those along
     axes."""
-    mesh, count = build.mesh, build.mesh.count(axes)
-    index = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
-    sources = tuple(index.index(count - 1 - i) for i in index)
-    permute, along = collective_nodes.permute, mesh.ordered(axes)
-    return collective_nodes.step(build, permute, x, sources, along)
+    last = build.mesh.count(axes) - 1
+    return of_rank(build, x, axes, lambda i: last - i)
 
 
 class _Halves:

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import attention_form, ring_attention
-from fxpar.passes.attention import causal_attention, local_attention
+from fxpar.features.sequences import (
+    causal_attention,
+    local_attention,
+    ring_attention,
+)
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.sharding.cost.recompute import phases
 
@@ -186,7 +189,7 @@ def ring_lines(fn: Any, *args: Any, **options: Any) -> list[str]:
     """A line for each attention."""
     plan = planned(fn, *args, schedule="none", **options)
     nodes = plan.result.local.nodes
-    found = [n.name for n in nodes if attention_form.form_of(n.target)]
+    found = [n.name for n in nodes if ring_attention.form_of(n.target)]
     return [f"overlap({GATHERS}, {name}, ring=1)" for name in found]
 
 

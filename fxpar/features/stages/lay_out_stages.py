@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.graph import collective_nodes as steps
-from fxpar.graph import pipeline_ops as messages
-from fxpar.graph.builder import PART, PLACE, STAGE, Builder
-from fxpar.graph.custom_ops import group_name
-from fxpar.graph.pipeline_ops import EVERY
-from fxpar.passes.stages.microbatches import demand
-from fxpar.passes.stages.stage_kinds import (
+from fxpar.features.stages.microbatches import demand
+from fxpar.features.stages.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
     StageHome,
     home_of,
 )
+from fxpar.graph import collective_nodes as steps
+from fxpar.graph import pipeline_ops as messages
+from fxpar.graph.builder import PART, PLACE, STAGE, Builder
+from fxpar.graph.custom_ops import group_name
+from fxpar.graph.pipeline_ops import EVERY
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
@@ -392,8 +392,3 @@ class _StageLayout:
             for each, value in zip(nodes, arrived(), strict=True):
                 self.value_at[each, EVERY] = value
                 del self.unread[each]
-
-
-def is_laid_out(graph: fx.Graph) -> bool:
-    """Return whether a graph is one of stages."""
-    return any(PLACE in node.meta for node in graph.nodes)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes.attention import local_documents
+from fxpar.features.sequences import local_documents
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 

@@ -10,9 +10,13 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs import balance, overlap_attention
+from fxpar.features.sequences import (
+    balance,
+    balanced_attention,
+    causal_attention,
+    overlap_attention,
+)
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes.attention import balanced_attention, causal_attention
 
 HEADS, WIDTH = 4, 8
 SEQUENCE = (None, None, "cp", None)

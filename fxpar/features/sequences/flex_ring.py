@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.schedule_edit import refuse
-from fxpar.fusion.verbs.ring import Ring
-from fxpar.fusion.verbs.ring_attention import (
+from fxpar.features.sequences import flex_parts
+from fxpar.features.sequences.merge_attention import RunningAttention
+from fxpar.features.sequences.ring_attention import (
     Result,
     RingAttention,
     nearest_first,
 )
+from fxpar.fusion.schedule_edit import refuse
+from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.attention import flex_parts
-from fxpar.passes.attention.local_attention import restrided
-from fxpar.passes.attention.merge_attention import RunningAttention
+from fxpar.passes.lower import restrided
 
 aten = torch.ops.aten
 

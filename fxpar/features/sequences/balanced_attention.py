@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fxpar.passes.attention.causal_attention import merged, rows_like
+from fxpar.features.sequences.causal_attention import merged, rows_like
 
 ours = torch.ops.fxpar
 

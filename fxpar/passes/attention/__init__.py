@@ -1,1 +1,0 @@
-"""Rewrites attention: reads masks, splits queries and keys, and merges results."""

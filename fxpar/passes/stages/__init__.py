@@ -1,3 +1,0 @@
-"""Cuts a batch in time and a program along a pipeline axis, with the messages
-between.
-"""
