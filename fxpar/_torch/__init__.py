@@ -29,6 +29,7 @@ from fxpar._torch import (
     separate_parts,
     symbols,
     traced_once,
+    traced_segments,
     version,
 )
 
@@ -56,5 +57,6 @@ __all__ = [
     "pipelining",
     "symbols",
     "traced_once",
+    "traced_segments",
     "version",
 ]

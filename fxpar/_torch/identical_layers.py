@@ -9,7 +9,6 @@ torch. Never: changes a layer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as Sources
@@ -206,26 +205,6 @@ def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
     """Return what sources are read from, and what was read."""
     root = tx.output.root_tx
     return {"G": root.f_globals, "L": root.f_locals}, {}, {}
-
-
-def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a source that is part of many others is moved once for
-    all: Dynamo (2.13) moves it for each guard, from the beginning of its source on."""
-    from unittest import mock
-
-    from torch._guards import ChainedSource
-
-    clone = ChainedSource.clone
-    moved: dict[Any, dict[Any, Any]] = {}  # by what moves them, which they keep
-
-    def clone_once(self: Any, transform_fn: Any = None) -> Any:
-        results = moved.setdefault(transform_fn, {})
-        result = results.get(self)
-        if result is None:
-            result = results[self] = clone(self, transform_fn)
-        return result
-
-    return mock.patch.object(ChainedSource, "clone", clone_once)
 
 
 class _MovedSources(dict[Any, Any]):

@@ -51,23 +51,11 @@ def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any
     )
 
 
-def run_each(
-    module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
-) -> Sequence[Any]:
-    """Return the results of a graph, every segment run by itself; the first of each
-    kind is looked at."""
-    interpreter = _interpreter(fx.Interpreter)(module, kinds, each=True)
-    results: Sequence[Any] = interpreter.run(*args)
-    return results
-
-
-def run_once(
-    module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
-) -> Sequence[Any]:
-    """Return the results of a graph that is being traced, one segment of each kind for
-    all; after ``run_each``."""
-    results: Sequence[Any] = _interpreter(fx.Interpreter)(module, kinds).run(*args)
-    return results
+def run(module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any) -> Any:
+    """Return the results of a graph. Where it is traced, one segment of each kind is
+    for all; before that it must run once, each segment by itself, to look at the first
+    of each kind."""
+    return _interpreter(fx.Interpreter)(module, kinds).run(*args)
 
 
 @cache
@@ -76,13 +64,9 @@ def _interpreter(base: Any) -> Any:
         """Runs a graph with segments that repeat."""
 
         def __init__(
-            self,
-            module: fx.GraphModule,
-            kinds: Sequence[SegmentKind],
-            each: bool = False,
+            self, module: fx.GraphModule, kinds: Sequence[SegmentKind]
         ) -> None:
             super().__init__(module)
-            self.each = each  # of the segments is run
             # Autograd's number of the last node of the forward, once a backward begins.
             self.last_number: int | None = None
             self.segments: dict[fx.Node, _Segment] = {}
@@ -124,11 +108,11 @@ class _Segment:
         """Put the values of the segment into the interpreter."""
         interpreter, kind = self.traced.interpreter, self.kind
         values = [interpreter.env[node] for node in self.reads]
-        is_first_look = self.index == 0 and values_of.tracer() is None
+        is_traced = values_of.tracer() is not None
         fits = self._can_be_copy(values)
-        if fits and is_first_look:
+        if fits and self.index == 0 and not is_traced:
             self._look_at(values)
-        elif not fits or interpreter.each:
+        elif not fits or not (is_traced or values_of.functional_mode()):
             self._run_nodes()
         else:
             self.before = values_of.last_number()
@@ -152,14 +136,15 @@ class _Segment:
         conditions = kinds_of.conditions_of(values, numbers)
         if conditions is None:
             return False
-        if not kinds_of.can_be_copied(kind, values, conditions, self.index):
+        if not kinds_of.can_be_copied(kind, values, conditions):
             return False
         if self.index == 0:
             traced.conditions = conditions
+            traced.texts = nodes_of.users_texts(self.nodes)
             return True
         if traced.conditions != conditions:
             return False
-        metadata = nodes_of.users_metadata(kind.segments[0], self.nodes, traced.texts)
+        metadata = nodes_of.users_metadata(traced.texts, self.nodes)
         self.copies.metadata = metadata or {}
         return metadata is not None
 
@@ -189,9 +174,7 @@ class _Segment:
                     values_of.write(x, memories.like(values_of.fake_of(x)))
                 return [value(memories.like(x)) for x in traced.likes]
         if self.index == 0:
-            metadata = self.copies.metadata
             self.copies = traced_segments.trace_first(traced, operands, self.before)
-            self.copies.metadata = metadata
         else:
             self._copy(operands, tracer)
         copies = self.copies.nodes

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar._torch import node_copies as nodes_of
 from fxpar._torch import traced_values as values_of
-from fxpar._torch.node_copies import Memories, Texts, TracedNode
+from fxpar._torch.node_copies import Memories, TracedNode
 from fxpar._torch.segment_kinds import Conditions, SegmentKind
 
 
@@ -67,8 +67,8 @@ class TracedKind:
     end: int = 0
     # By the forms of the gradients of results, and which of these are one tensor.
     backwards: dict[Any, TracedBackward] = field(default_factory=dict)
-    # Texts of the metadata of nodes of the first.
-    texts: Texts = field(default_factory=Texts)
+    # ``users_texts`` of the first.
+    texts: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -143,14 +143,14 @@ def _trace_forward(traced: TracedKind, operands: Sequence[Any], tracer: Any) -> 
     last, traced.begin = nodes_of.last_node(tracer.graph), values_of.last_number()
     read_values = {node: env.get(node) for node, _ in reads}
     shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
-    with torch.set_grad_enabled(traced.conditions.ambient.grad):
+    with torch.set_grad_enabled(traced.conditions.modes[0]):
         for i, node in enumerate(nodes):
             own = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at == i}
             env.update(shared | own)
             traced.interpreter.run_by_itself(node)
     traced.outs = [env[nodes[i]] for i in kind.results]
     env.update(read_values)
-    _keep_lines(traced.outs)
+    keep_lines(traced.outs)
     traced.end = values_of.last_number()
     traced.nodes = nodes_of.traced_since(last, tracer.graph)
 
@@ -220,7 +220,7 @@ def _trace_backward(
     return TracedBackward(since, tangent_nodes, gradients, nodes)
 
 
-def _keep_lines(outs: Sequence[Any]) -> None:
+def keep_lines(outs: Sequence[Any]) -> None:
     """Give nodes traced in a backward the user's lines of the forward."""
     from torch._functorch._aot_autograd import logging_utils
 
