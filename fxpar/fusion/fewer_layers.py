@@ -98,7 +98,7 @@ def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
         return None
     later_rows = rows[rows.index(most) + 1 :]
     for distance in most.distances:
-        cuts = _cuts(most, distance, later_rows, backward)
+        cuts = _cuts(most, distance, later_rows)
         shorter = cuts and _without(graph, cuts)
         if cuts and shorter:
             removed = (cuts[0].end - cuts[0].begin) // distance
@@ -111,7 +111,6 @@ def _cuts(
     most: RowOfLayers,
     distance: int,
     later_rows: Sequence[RowOfLayers],
-    backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
     """Return the middle of a row, and the parts of later rows that read it. None if the
     row is short, or later rows do not have as many layers for it."""
@@ -121,9 +120,8 @@ def _cuts(
     begin = STAY // 2 * distance
     cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
     left_out = set(cuts[0].left_out)
-    own = _read_there_alone(most.nodes, left_out, backward)
     for row in later_rows:
-        reads = [i for i, n in enumerate(row.nodes) if _is_reader(n, left_out, own)]
+        reads = [i for i, n in enumerate(row.nodes) if left_out & {*n.all_input_nodes}]
         if not reads:
             continue
         first, last = reads[0], reads[-1]
@@ -153,32 +151,6 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
 def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     """Return whether an op is of the backward, or of an update."""
     return node in backward or phase_of(node) in ("backward", "update")
-
-
-def _is_reader(node: fx.Node, *several: Collection[fx.Node]) -> bool:
-    """Return whether an op reads any of some nodes."""
-    return any(read in nodes for read in node.all_input_nodes for nodes in several)
-
-
-def _read_there_alone(
-    row: Collection[fx.Node],
-    left_out: Collection[fx.Node],
-    backward: Collection[fx.Node],
-) -> set[fx.Node]:
-    """Return the nodes that ops of the forward read only in the part of a row that is
-    left out: parameters of those layers, and values made from these."""
-    inside, own = set(row), set[fx.Node]()
-    pending = [read for node in left_out for read in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        users = [
-            u for u in node.users if u.op != "output" and not _is_later(u, backward)
-        ]
-        alone = all(user in left_out or user in own for user in users)
-        if alone and node not in own and node not in inside:
-            own.add(node)
-            pending += node.all_input_nodes
-    return own
 
 
 def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
