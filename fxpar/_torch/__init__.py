@@ -29,7 +29,6 @@ from fxpar._torch import (
     separate_parts,
     symbols,
     traced_once,
-    traced_segments,
     version,
 )
 
@@ -57,6 +56,5 @@ __all__ = [
     "pipelining",
     "symbols",
     "traced_once",
-    "traced_segments",
     "version",
 ]

@@ -275,7 +275,7 @@ def _differentiate(
         results = list(run(forward.module, forward.kinds, *forward_args))
         loss = loss_of(results, forward)
         _stamp("forward")
-        _torch.traced_segments.keep_lines([loss])
+        _torch.traced_once.keep_lines([loss])
         leaves = [forward_args[i] for i in forward.trained]
         if calls > 1:
             loss = loss / calls
