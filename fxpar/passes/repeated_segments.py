@@ -39,7 +39,7 @@ def kept_values(graph: fx.Graph) -> set[fx.Node]:
     """Return the values to whose memory nothing writes before they and their views are
     last read, through which nothing writes at all, and of which no view is a result of
     the graph; none whose memory is unknown."""
-    kept, changed = set[fx.Node](), set[fx.Node]()
+    lasting, changed = set[fx.Node](), set[fx.Node]()
     at = {node: i for i, node in enumerate(graph.nodes)}
     memories = {node: set(map(memory_of, tensors_of(node))) for node in graph.nodes}
     written = {node: set(written_by(node)) for node in graph.nodes}
@@ -54,10 +54,10 @@ def kept_values(graph: fx.Graph) -> set[fx.Node]:
         if is_changed or changed & views:
             changed.add(node)
         elif memories[node] and not any(i < last[node] for i in later):
-            kept.add(node)
+            lasting.add(node)
         for memory in {m for target in written[node] for m in memories[target]}:
             writers[memory].append(at[node])
-    return kept
+    return lasting
 
 
 # The least numbers of nodes that copies save, and of nodes of a segment: each segment
@@ -89,18 +89,18 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
 
     rows = filter(saved, rows_at_all_distances(labels, with_reads(nodes, labels)))
     kinds: list[SegmentKind] = []
-    kept = kept_values(gm.graph)
+    lasting = kept_values(gm.graph)
     for row in without_overlaps(
         sorted(rows, key=lambda r: (-saved(r), r.distance)), labels
     ):
         begin, size = first_border(nodes, row, least=2), row.distance
         starts = range(begin, row.end - size + 1, size)
-        kinds += _kinds([nodes[i : i + size] for i in starts], kept)
+        kinds += _kinds([nodes[i : i + size] for i in starts], lasting)
     return kinds
 
 
 def _kinds(
-    segments: Sequence[list[fx.Node]], kept: Collection[fx.Node]
+    segments: Sequence[list[fx.Node]], lasting: Collection[fx.Node]
 ) -> Iterator[SegmentKind]:
     """Yield the kinds among segments of equal ops: those with equal wiring."""
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
@@ -118,7 +118,7 @@ def _kinds(
                 [[x for x in reads if _is_tensor(x[0])] for _, reads in group],
                 [[node for node, _ in reads if _is_number(node)] for _, reads in group],
                 results,
-                [all(nodes[i] in kept for nodes, _ in group) for i in results],
+                [all(nodes[i] in lasting for nodes, _ in group) for i in results],
             )
 
 
