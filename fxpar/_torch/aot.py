@@ -192,15 +192,6 @@ def nodes_being_traced() -> Any:
     return proxies.tracer.graph.nodes
 
 
-def keep_lines_in_backward(result: torch.Tensor) -> None:
-    """Give nodes traced in the backward of ``result`` the user's lines of the
-    forward."""
-    from torch._functorch._aot_autograd import logging_utils
-
-    if result.grad_fn is not None:
-        logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
-
-
 def stack_trace() -> str:
     """Return the stack trace of the nodes being traced; "" if there is none, or no
     tracing."""

@@ -9,11 +9,10 @@ torch. Never: changes a layer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as Sources
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -176,15 +175,20 @@ def moved_guards(
     Dynamo guards itself."""
     from torch._dynamo.variables.builder import VariableBuilder
 
-    moved, values = _MovedSources(instead), _values(tx)
+    values = _values(tx)
     here, tensors = [], []
+
+    def moved(source: Any) -> Any:
+        return instead.get(source, source)
+
     for each in guards:
-        source, name = moved[each.guard.originating_source], each.guard.create_fn_name()
+        source = each.guard.originating_source.clone(moved)
+        name = each.guard.create_fn_name()
         create = each.guard.create_fn
         try:
             value = source.get_value(*values)
             if name == _SAME:
-                other = moved[create.keywords["source_b"]]
+                other = create.keywords["source_b"].clone(moved)
                 create = functools.partial(create.func, source_b=other)
                 holds = value is other.get_value(*values)
             else:
@@ -206,38 +210,3 @@ def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
     """Return what sources are read from, and what was read."""
     root = tx.output.root_tx
     return {"G": root.f_globals, "L": root.f_locals}, {}, {}
-
-
-def sources_moved_once() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a source that is part of many others is moved once for
-    all: Dynamo (2.13) moves it for each guard, from the beginning of its source on."""
-    from unittest import mock
-
-    from torch._guards import ChainedSource
-
-    clone = ChainedSource.clone
-    moved: dict[Any, dict[Any, Any]] = {}  # by what moves them, which they keep
-
-    def clone_once(self: Any, transform_fn: Any = None) -> Any:
-        results = moved.setdefault(transform_fn, {})
-        result = results.get(self)
-        if result is None:
-            result = results[self] = clone(self, transform_fn)
-        return result
-
-    return mock.patch.object(ChainedSource, "clone", clone_once)
-
-
-class _MovedSources(dict[Any, Any]):
-    """Maps Dynamo's sources to those that begin at another layer."""
-
-    def __missing__(self, source: Any) -> Any:
-        from torch._guards import ChainedSource, Source
-
-        moved = source
-        if isinstance(source, ChainedSource):
-            parts = {f.name: getattr(source, f.name) for f in fields(source)}
-            parts = {n: self[p] for n, p in parts.items() if isinstance(p, Source)}
-            moved = replace(source, **parts)
-        self[source] = moved
-        return moved

@@ -37,7 +37,6 @@ from fxpar._torch.identical_layers import (
     is_reading_tensors,
     kind_of,
     moved_guards,
-    sources_moved_once,
 )
 
 # Layers of one class in a list are regions if there are at least so many.
@@ -84,8 +83,7 @@ def _teach_dynamo() -> None:
 
     @functools.wraps(fits)
     def is_reusable(tx: Any, condition: Any, operands: Any, entry: Any) -> bool:
-        with sources_moved_once():
-            is_same_kind = fits(tx, condition, operands, entry)
+        is_same_kind: bool = fits(tx, condition, operands, entry)
         return is_same_kind and _trace_of(tx).fits(tx, operands, entry)
 
     @functools.wraps(flattened)

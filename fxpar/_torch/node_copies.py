@@ -201,46 +201,38 @@ def new_region() -> int:
 _USERS = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
-class Texts:
-    """Holds texts of metadata, each made once."""
-
-    def __init__(self) -> None:
-        self._texts: dict[int, tuple[Any, str]] = {}  # by id, which they keep
-
-    def of(self, value: Any) -> str:
-        entry = self._texts.get(id(value))
-        if entry is None:
-            entry = self._texts[id(value)] = value, repr(value)
-        return entry[1]
+def users_texts(nodes: Sequence[fx.Node]) -> list[dict[str, str]]:
+    """Return the texts of the user's metadata at each node, by name, and at the nodes
+    of bodies."""
+    return [
+        {name: repr(node.meta[name]) for name in _USERS if name in node.meta}
+        for node in _with_bodies(nodes)
+    ]
 
 
 def users_metadata(
-    first: Sequence[fx.Node], mine: Sequence[fx.Node], texts: Texts
+    texts: Sequence[dict[str, str]], nodes: Sequence[fx.Node]
 ) -> dict[str, dict[str, Any]] | None:
-    """Return name of metadata -> its text at a node of ``first`` -> its value at the
-    node of ``mine`` in the same place; None if equal texts have different values there.
-    """
+    """Return name of metadata -> its text at a node -> its value at the one of
+    ``nodes`` in the same place; None if equal texts have different values there.
+    ``texts``: of the former, by ``users_texts``."""
     renamed: dict[str, dict[str, Any]] = {name: {} for name in _USERS}
-    for a, b in _pairs(first, mine):
-        for name, values in renamed.items():
-            if name in a.meta:
-                text, value = texts.of(a.meta[name]), b.meta.get(name)
-                other = values.setdefault(text, value)
-                if other is not value and repr(other) != repr(value):
-                    return None
+    for of_node, node in zip(texts, _with_bodies(nodes), strict=True):
+        for name, text in of_node.items():
+            value = node.meta.get(name)
+            other = renamed[name].setdefault(text, value)
+            if other is not value and repr(other) != repr(value):
+                return None
     return renamed
 
 
-def _pairs(
-    first: Sequence[fx.Node], mine: Sequence[fx.Node]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield nodes in the same places, those of bodies included."""
-    for a, b in zip(first, mine, strict=True):
-        yield a, b
-        if a.op == "get_attr":
-            body_a, body_b = attribute(a), attribute(b)
-            if isinstance(body_a, fx.GraphModule):
-                yield from _pairs(list(body_a.graph.nodes), list(body_b.graph.nodes))
+def _with_bodies(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Yield nodes, and after one that holds a body the nodes of that."""
+    for node in nodes:
+        yield node
+        body = attribute(node) if node.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            yield from _with_bodies(list(body.graph.nodes))
 
 
 def attribute(node: fx.Node) -> Any:

@@ -48,26 +48,14 @@ class SegmentKind:
 FindKinds = Callable[[fx.GraphModule], list[SegmentKind]]
 
 
-@dataclass(frozen=True)
-class Ambient:
-    """Holds what the meaning of ops depends on in addition to their operands."""
-
-    # Whether autograd records.
-    grad: bool
-    # Whether inference mode is on.
-    inference: bool
-    # For each kind of device whether it casts, and to which dtype.
-    autocast: tuple[Any, ...]
-
-
-def ambient() -> Ambient:
-    kinds = ("cpu", "cuda")
-    autocast = [
+def modes() -> tuple[Any, ...]:
+    """Return what the meaning of ops depends on in addition to their operands; first
+    whether autograd records."""
+    autocast = (
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-    ]
-    inference = torch.is_inference_mode_enabled()
-    return Ambient(torch.is_grad_enabled(), inference, tuple(autocast))
+        for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 @dataclass(frozen=True)
@@ -75,8 +63,8 @@ class Conditions:
     """Holds what the nodes traced for a segment depend on in addition to those of the
     graph."""
 
-    # State of torch when it runs.
-    ambient: Ambient
+    # As ``modes`` when it runs.
+    modes: tuple[Any, ...]
     # The numbers that it reads.
     numbers: tuple[int, ...]
     # For each operand the first one that has the same memory.
@@ -99,7 +87,7 @@ def conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> Conditions |
         return None
     memories = list(map(memory_of, fakes))
     sharing = tuple(memories.index(memory) for memory in memories)
-    return Conditions(ambient(), tuple(numbers), sharing)
+    return Conditions(modes(), tuple(numbers), sharing)
 
 
 def look_at(
@@ -113,7 +101,7 @@ def look_at(
     parts = list(map(values_of.part_of, values))
 
     def state() -> Any:
-        return values_of.tokens(), ambient(), list(map(values_of.form_of, parts))
+        return values_of.tokens(), modes(), list(map(values_of.form_of, parts))
 
     before, counts = state(), list(map(values_of.writes_to, parts))
     outs = run()
@@ -123,19 +111,19 @@ def look_at(
     kind.refused = (
         state() != before
         or not _has_own_results(outs, parts, kind.lasting)
-        or not can_be_copied(kind, values, conditions, 0)
+        or not can_be_copied(kind, values, conditions)
     )
     return outs
 
 
 def can_be_copied(
-    kind: SegmentKind, values: Sequence[Any], conditions: Conditions, index: int
+    kind: SegmentKind, values: Sequence[Any], conditions: Conditions
 ) -> bool:
-    """Return whether each operand that the segment of this number writes to has memory
-    that no other operand has, and neither autograd nor a view sees it."""
+    """Return whether each operand that a segment writes to has memory that no other
+    operand has, and neither autograd nor a view sees it."""
     if not kind.written:
         return True
-    if conditions.ambient.inference or any(x.requires_grad for x in values):
+    if torch.is_inference_mode_enabled() or any(x.requires_grad for x in values):
         return False
     for i in kind.written:
         x = values[i]

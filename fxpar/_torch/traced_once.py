@@ -1,16 +1,18 @@
 """Traces graphs with segments that repeat: one segment of each kind is traced.
 
 In: a graph that is about to be traced, and its kinds of segments. Out: nodes of all
-segments: the others get copies of the first one's (``traced_segments``), so that the
-traced graph is the one that tracing each gives. Meanwhile autograd sees a segment as
-one op. Never: copies for a kind that does more than ``segment_kinds`` allows; all its
-segments are traced.
+segments: the others get copies of the first one's, so that the traced graph is the one
+that tracing each gives. The forward is traced in its place, the backward when gradients
+for the kind are first asked for. Meanwhile autograd sees a segment as one op. Never:
+copies for a kind that does more than ``segment_kinds`` allows, all of whose segments
+are traced; a copy with metadata that nodes traced there would not have.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,11 +21,9 @@ from torch import fx
 
 from fxpar._torch import node_copies as nodes_of
 from fxpar._torch import segment_kinds as kinds_of
-from fxpar._torch import traced_segments
 from fxpar._torch import traced_values as values_of
-from fxpar._torch.node_copies import Memories
-from fxpar._torch.segment_kinds import FindKinds, SegmentKind
-from fxpar._torch.traced_segments import Copies, TracedKind
+from fxpar._torch.node_copies import Memories, TracedNode
+from fxpar._torch.segment_kinds import Conditions, FindKinds, SegmentKind
 
 
 def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any]:
@@ -51,23 +51,104 @@ def traced_once(find: FindKinds | None) -> contextlib.AbstractContextManager[Any
     )
 
 
-def run_each(
-    module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
-) -> Sequence[Any]:
-    """Return the results of a graph, every segment run by itself; the first of each
-    kind is looked at."""
-    interpreter = _interpreter(fx.Interpreter)(module, kinds, each=True)
-    results: Sequence[Any] = interpreter.run(*args)
-    return results
+def run(module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any) -> Any:
+    """Return the results of a graph. Where it is traced, one segment of each kind is
+    for all; before that it must run once, each segment by itself, to look at the first
+    of each kind."""
+    return _interpreter(fx.Interpreter)(module, kinds).run(*args)
 
 
-def run_once(
-    module: fx.GraphModule, kinds: Sequence[SegmentKind], *args: Any
-) -> Sequence[Any]:
-    """Return the results of a graph that is being traced, one segment of each kind for
-    all; after ``run_each``."""
-    results: Sequence[Any] = _interpreter(fx.Interpreter)(module, kinds).run(*args)
-    return results
+@dataclass(frozen=True)
+class _TracedBackward:
+    """Holds what was traced of the backward of a segment."""
+
+    # All nodes that were traced, in order.
+    nodes: list[TracedNode]
+    # Nodes of the gradients of the results.
+    tangents: list[fx.Node | None]
+    # The gradients of the operands.
+    gradients: list[Any]
+    # Their nodes.
+    gradient_nodes: list[fx.Node | None]
+
+
+@dataclass
+class _TracedKind:
+    """Holds what was traced of a kind, in one run of the graph."""
+
+    # The segments.
+    kind: SegmentKind
+    # The interpreter that runs the graph.
+    interpreter: Any
+    # Conditions of the first segment.
+    conditions: Conditions | None = None
+    # A fake tensor like each result.
+    likes: list[Any] = field(default_factory=list)
+    # Whether each result has a gradient.
+    differentiable: list[bool] = field(default_factory=list)
+    # Nodes of the operands of the first.
+    operands: list[fx.Node] = field(default_factory=list)
+    # Nodes of the results of the first.
+    results: list[fx.Node] = field(default_factory=list)
+    # Nodes of the values that the first writes to operands.
+    written: list[fx.Node] = field(default_factory=list)
+    # All nodes that were traced of the forward of the first, in order.
+    nodes: list[TracedNode] = field(default_factory=list)
+    # Values in place of its operands, where autograd's record of it begins.
+    leaves: list[Any] = field(default_factory=list)
+    # Its results.
+    outs: list[Any] = field(default_factory=list)
+    # Autograd's number of the last node before it.
+    begin: int = 0
+    # Autograd's number of the last node in it.
+    end: int = 0
+    # By the forms of the gradients of results, and which of these are one tensor.
+    backwards: dict[Any, _TracedBackward] = field(default_factory=dict)
+    # ``users_texts`` of the first.
+    texts: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Copies:
+    """Holds nodes of one segment in place of those of the first."""
+
+    # Node of the first -> the node in its place.
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # Number of a checkpointed region of the first -> the number in its place.
+    regions: dict[int, int] = field(default_factory=dict)
+    # Metadata of the user's code: name -> its text at the first -> its value here.
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Autograd's number of the last node before it.
+    begin: int = 0
+
+    def add(
+        self,
+        traced_nodes: Sequence[TracedNode],
+        nodes: dict[fx.Node, fx.Node],
+        traced: _TracedKind,
+        other: int,
+        tracer: Any,
+    ) -> None:
+        """Add copies of nodes, which read what ``nodes`` has in place of their
+        operands, and add the copies to ``nodes``. Numbers that autograd gave to nodes
+        of the first forward become those of this segment; others become ``other``."""
+        memories = Memories(nodes)
+        regions = _regions(traced_nodes, self.regions)
+        self.regions |= {i: nodes_of.new_region() for i in regions}
+        with values_of.untraced():
+            for node in traced_nodes:
+                meta = node.copy(tracer.graph, nodes).meta
+                if "val" in meta:
+                    meta["val"] = memories.like(meta["val"])
+                if "ac_graph_id" in meta:
+                    meta["ac_graph_id"] = self.regions[meta["ac_graph_id"]]
+                if "seq_nr" in meta:
+                    number = meta["seq_nr"] - traced.begin
+                    is_own = 0 < number <= traced.end - traced.begin
+                    meta["seq_nr"] = self.begin + number if is_own else other
+                for name, values in self.metadata.items():
+                    if name in meta:
+                        meta[name] = values.get(repr(meta[name]), meta[name])
 
 
 @cache
@@ -76,18 +157,14 @@ def _interpreter(base: Any) -> Any:
         """Runs a graph with segments that repeat."""
 
         def __init__(
-            self,
-            module: fx.GraphModule,
-            kinds: Sequence[SegmentKind],
-            each: bool = False,
+            self, module: fx.GraphModule, kinds: Sequence[SegmentKind]
         ) -> None:
             super().__init__(module)
-            self.each = each  # of the segments is run
             # Autograd's number of the last node of the forward, once a backward begins.
             self.last_number: int | None = None
             self.segments: dict[fx.Node, _Segment] = {}
             for kind in kinds:
-                traced = TracedKind(kind, self)
+                traced = _TracedKind(kind, self)
                 for i, nodes in enumerate(kind.segments):
                     self.segments[nodes[0]] = _Segment(traced, i)
 
@@ -113,22 +190,22 @@ def _interpreter(base: Any) -> Any:
 class _Segment:
     """Is a segment of a kind, in one run of the graph."""
 
-    def __init__(self, traced: TracedKind, index: int) -> None:
+    def __init__(self, traced: _TracedKind, index: int) -> None:
         self.traced, self.kind, self.index = traced, traced.kind, index
         self.nodes = self.kind.segments[index]
         self.reads = [node for node, _ in self.kind.operands[index]]
-        self.copies = Copies()
+        self.copies = _Copies()
         self.before = 0  # autograd's number before it is an op
 
     def run(self) -> None:
         """Put the values of the segment into the interpreter."""
         interpreter, kind = self.traced.interpreter, self.kind
         values = [interpreter.env[node] for node in self.reads]
-        is_first_look = self.index == 0 and values_of.tracer() is None
+        is_traced = values_of.tracer() is not None
         fits = self._can_be_copy(values)
-        if fits and is_first_look:
+        if fits and self.index == 0 and not is_traced:
             self._look_at(values)
-        elif not fits or interpreter.each:
+        elif not fits or not (is_traced or values_of.functional_mode()):
             self._run_nodes()
         else:
             self.before = values_of.last_number()
@@ -152,14 +229,15 @@ class _Segment:
         conditions = kinds_of.conditions_of(values, numbers)
         if conditions is None:
             return False
-        if not kinds_of.can_be_copied(kind, values, conditions, self.index):
+        if not kinds_of.can_be_copied(kind, values, conditions):
             return False
         if self.index == 0:
             traced.conditions = conditions
+            traced.texts = nodes_of.users_texts(self.nodes)
             return True
         if traced.conditions != conditions:
             return False
-        metadata = nodes_of.users_metadata(kind.segments[0], self.nodes, traced.texts)
+        metadata = nodes_of.users_metadata(traced.texts, self.nodes)
         self.copies.metadata = metadata or {}
         return metadata is not None
 
@@ -189,9 +267,7 @@ class _Segment:
                     values_of.write(x, memories.like(values_of.fake_of(x)))
                 return [value(memories.like(x)) for x in traced.likes]
         if self.index == 0:
-            metadata = self.copies.metadata
-            self.copies = traced_segments.trace_first(traced, operands, self.before)
-            self.copies.metadata = metadata
+            self.copies = _trace_first(traced, operands, self.before)
         else:
             self._copy(operands, tracer)
         copies = self.copies.nodes
@@ -211,7 +287,7 @@ class _Segment:
 
     def backward(self, tangents: Sequence[Any]) -> list[Any]:
         """Return the gradients of the operands."""
-        return traced_segments.gradients_of(self.traced, tangents, self.copies)
+        return _gradients_of(self.traced, tangents, self.copies)
 
 
 @cache
@@ -234,3 +310,127 @@ def _segment_op() -> Any:
             return None, *ctx.segment.backward(tangents)
 
     return RepeatedSegment
+
+
+def _trace_first(traced: _TracedKind, operands: Sequence[Any], before: int) -> _Copies:
+    """Trace the first segment for all of its kind. ``before``: autograd's number of the
+    last node before there was an op for it."""
+    tracer, kind = values_of.tracer(), traced.kind
+    parts = list(map(values_of.part_of, operands))
+    traced.operands = [values_of.node_of(x, tracer) for x in parts]
+    _trace_forward(traced, operands, tracer)
+    traced.results = [values_of.node_of(x, tracer) for x in traced.outs]
+    traced.written = [values_of.node_of(traced.leaves[i], tracer) for i in kind.written]
+    traced.differentiable = [x.requires_grad for x in traced.outs]
+    kind.refused = not nodes_of.can_be_copied(traced.nodes)
+    for x in traced.nodes:
+        # A node without a number of its own has that of the node before it.
+        if x.meta.get("seq_nr") == traced.begin:
+            x.node.meta["seq_nr"] = before
+    own = {node: node for node in [*traced.operands, *(x.node for x in traced.nodes)]}
+    regions = {i: i for i in _regions(traced.nodes)}
+    return _Copies(own, regions, begin=traced.begin)
+
+
+def _trace_forward(traced: _TracedKind, operands: Sequence[Any], tracer: Any) -> None:
+    """Trace the first segment for autograd to go back through."""
+    assert traced.conditions is not None
+    env, kind = traced.interpreter.env, traced.kind
+    reads, nodes = kind.operands[0], kind.segments[0]
+    leaves = traced.leaves = [_leaf(x, tracer) for x in operands]
+    last, traced.begin = nodes_of.last_node(tracer.graph), values_of.last_number()
+    read_values = {node: env.get(node) for node, _ in reads}
+    shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
+    with torch.set_grad_enabled(traced.conditions.modes[0]):
+        for i, node in enumerate(nodes):
+            own = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at == i}
+            env.update(shared | own)
+            traced.interpreter.run_by_itself(node)
+    traced.outs = [env[nodes[i]] for i in kind.results]
+    env.update(read_values)
+    keep_lines(traced.outs)
+    traced.end = values_of.last_number()
+    traced.nodes = nodes_of.traced_since(last, tracer.graph)
+
+
+def _leaf(x: Any, tracer: Any) -> Any:
+    """Return a value like an operand, of which autograd knows nothing."""
+    part = values_of.part_of(x)
+    with values_of.untraced() as value:
+        if values_of.is_functional(part):
+            own = value(values_of.fake_of(part))
+        else:
+            own = values_of.fake_for(values_of.node_of(part, tracer), tracer)
+        return values_of.around(own, x).requires_grad_(x.requires_grad)
+
+
+def _gradients_of(
+    traced: _TracedKind, tangents: Sequence[Any], copies: _Copies
+) -> list[Any]:
+    """Return the gradients of the operands of a segment."""
+    tracer = values_of.tracer()
+    if traced.interpreter.last_number is None:
+        traced.interpreter.last_number = values_of.last_number()
+    nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
+    key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
+    if key not in traced.backwards:
+        traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
+    backward = traced.backwards[key]
+    own = dict(copies.nodes)
+    for node, mine in zip(backward.tangents, nodes, strict=True):
+        if node is not None:
+            own[node] = mine
+    last = traced.interpreter.last_number
+    copies.add(backward.nodes, own, traced, last, tracer)
+    gradients = []
+    for node, like in zip(backward.gradient_nodes, backward.gradients, strict=True):
+        part = values_of.value_of(node and own.get(node, node), tracer)
+        gradients.append(values_of.around(part, like))
+    return gradients
+
+
+def _trace_backward(
+    traced: _TracedKind,
+    tangents: Sequence[Any],
+    tangent_nodes: list[fx.Node | None],
+    tracer: Any,
+) -> _TracedBackward:
+    """Trace the backward of the first segment; its nodes leave the graph again."""
+    with nodes_of.taken_out(tracer.graph):
+        last = nodes_of.last_node(tracer.graph)
+        pairs = zip(traced.outs, tangents, strict=True)
+        used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
+        places = [i for i, x in enumerate(traced.leaves) if x.requires_grad]
+        results = torch.autograd.grad(
+            [x for x, _ in used],
+            [traced.leaves[i] for i in places],
+            [t for _, t in used],
+            retain_graph=True,  # others may go back through it with other tangents
+            allow_unused=True,
+        )
+        gradients: list[Any] = [None] * len(traced.leaves)
+        nodes: list[fx.Node | None] = [None] * len(traced.leaves)
+        for i, x in zip(places, results, strict=True):
+            if x is not None:
+                gradients[i] = x
+                nodes[i] = values_of.node_of(values_of.part_of(x), tracer)
+        since = nodes_of.traced_since(last, tracer.graph)
+    return _TracedBackward(since, tangent_nodes, gradients, nodes)
+
+
+def keep_lines(outs: Sequence[Any]) -> None:
+    """Give nodes traced in a backward the user's lines of the forward."""
+    from torch._functorch._aot_autograd import logging_utils
+
+    ends = [x.grad_fn for x in outs if x.grad_fn is not None]
+    logging_utils.setup_stacktrace_preservation_hooks(ends)
+
+
+def _strides_of(x: Any) -> Any:
+    return None if x is None else (x.dtype, tuple(x.shape), x.stride())
+
+
+def _regions(nodes: Sequence[TracedNode], but: Any = ()) -> Iterator[int]:
+    """Yield numbers of checkpointed regions in nodes, in order, except for ``but``."""
+    numbers = (x.meta["ac_graph_id"] for x in nodes if "ac_graph_id" in x.meta)
+    return (i for i in dict.fromkeys(numbers) if i not in but)

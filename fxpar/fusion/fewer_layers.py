@@ -98,7 +98,7 @@ def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
         return None
     later_rows = rows[rows.index(most) + 1 :]
     for distance in most.distances:
-        cuts = _cuts(most, distance, later_rows, backward)
+        cuts = _cuts(most, distance, later_rows)
         shorter = cuts and _without(graph, cuts)
         if cuts and shorter:
             removed = (cuts[0].end - cuts[0].begin) // distance
@@ -111,7 +111,6 @@ def _cuts(
     most: RowOfLayers,
     distance: int,
     later_rows: Sequence[RowOfLayers],
-    backward: Collection[fx.Node],
 ) -> tuple[RowCut, ...] | None:
     """Return the middle of a row, and the parts of later rows that read it. None if the
     row is short, or later rows do not have as many layers for it."""
@@ -121,9 +120,8 @@ def _cuts(
     begin = STAY // 2 * distance
     cuts = [RowCut(most.nodes, distance, begin, begin + removed * distance)]
     left_out = set(cuts[0].left_out)
-    own = _read_there_alone(most.nodes, left_out, backward)
     for row in later_rows:
-        reads = [i for i, n in enumerate(row.nodes) if _is_reader(n, left_out, own)]
+        reads = [i for i, n in enumerate(row.nodes) if left_out & {*n.all_input_nodes}]
         if not reads:
             continue
         first, last = reads[0], reads[-1]
@@ -153,32 +151,6 @@ def _rows(graph: fx.Graph) -> Iterator[RowOfLayers]:
 def _is_later(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     """Return whether an op is of the backward, or of an update."""
     return node in backward or phase_of(node) in ("backward", "update")
-
-
-def _is_reader(node: fx.Node, *several: Collection[fx.Node]) -> bool:
-    """Return whether an op reads any of some nodes."""
-    return any(read in nodes for read in node.all_input_nodes for nodes in several)
-
-
-def _read_there_alone(
-    row: Collection[fx.Node],
-    left_out: Collection[fx.Node],
-    backward: Collection[fx.Node],
-) -> set[fx.Node]:
-    """Return the nodes that ops of the forward read only in the part of a row that is
-    left out: parameters of those layers, and values made from these."""
-    inside, own = set(row), set[fx.Node]()
-    pending = [read for node in left_out for read in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        users = [
-            u for u in node.users if u.op != "output" and not _is_later(u, backward)
-        ]
-        alone = all(user in left_out or user in own for user in users)
-        if alone and node not in own and node not in inside:
-            own.add(node)
-            pending += node.all_input_nodes
-    return own
 
 
 def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
@@ -227,16 +199,6 @@ def _ancestors(
 _OF_MANY = "reorder"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Is a place in the shorter graph that a name stands for."""
-
-    # Index in ``FewerLayers.rows``.
-    row: int
-    # Index among the ops of the row that stay.
-    at: int
-
-
 class NotOfLayers(Exception):
     """Is raised when a line names ops of layers that are far from each other."""
 
@@ -250,67 +212,59 @@ def lines_of_layers(schedule: Schedule, fewer: FewerLayers) -> Schedule:
 
 
 class _Repeats:
-    """Repeats lines for the layers left out. ``places``: those of the ops of layers
-    that stay, and of results of lines; ``again``: for names in the layer right before
-    those left out, the corresponding names in it and in each of these."""
+    """Repeats lines for the layers left out. ``places``: of the ops of layers that
+    stay, and of results of lines, the row and the place in it without the layers left
+    out; ``again``: for names in the layer right before those left out, the
+    corresponding names in it and in each of these."""
 
     def __init__(self, fewer: FewerLayers) -> None:
         self.fewer = fewer
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, tuple[int, int]] = {}
         self.again: dict[str, list[str]] = {}
         for i, row in enumerate(fewer.rows):
-            names, missing = [n.name for n in row.nodes], row.end - row.begin
-            for at, name in enumerate(names):
-                if at < row.begin:
-                    self.places[name] = _Place(i, at)
-                elif at >= row.end:
-                    self.places[name] = _Place(i, at - missing)
+            names = [n.name for n in row.nodes]
+            stay = names[: row.begin] + names[row.end :]
+            self.places |= {name: (i, at) for at, name in enumerate(stay)}
             for at in range(max(0, row.begin - row.distance), row.begin):
                 self.again[names[at]] = names[at : row.end : row.distance]
 
     def lines(self, line: Line) -> Iterator[Line]:
         """Yield a line for each layer that it stands for."""
-        places = {
-            name: self.places[name] for name in _names(line) if name in self.places
-        }
+        places = [self.places[name] for name in _names(line) if name in self.places]
         if not places:
             yield line
             return
-        rows = {place.row for place in places.values()}
-        row = self.fewer.rows[min(rows)]
-        home = max(places.values(), key=lambda place: place.at)
-        span = home.at - min(place.at for place in places.values())
-        if len(rows) > 1 or span >= 2 * row.distance:
+        first, ats = min(places)[0], [at for _, at in places]
+        row, home = self.fewer.rows[first], max(ats)
+        is_of_many = home - min(ats) >= 2 * row.distance
+        if is_of_many or any(other != first for other, _ in places):
             yield self._of_many(line)
             return
-        self.places |= dict.fromkeys(line.gives, home)
-        removed = self.fewer.removed
-        if home.at < row.begin - row.distance:
-            yield line
-        elif home.at >= row.begin:
-            later = partial(self._later, begin=row.begin, layers=removed)
-            yield _renamed(line, later)
+        self.places |= dict.fromkeys(line.gives, (first, home))
+        layers = range(self.fewer.removed + 1)
+        if home < row.begin - row.distance:
+            layers = layers[:1]
+        elif home >= row.begin:
+            layers = layers[-1:]
         else:
             for name in line.gives:
-                copies = (f"{name}_layer{i + 1}" for i in range(removed))
-                self.again[name] = [name, *copies]
-            for i in range(removed + 1):
-                later = partial(self._later, begin=row.begin, layers=i)
-                more = _renamed(line, later)
-                yield replace(more, gives=tuple(self.again[n][i] for n in line.gives))
+                self.again[name] = [name, *(f"{name}_layer{i}" for i in layers[1:])]
+        for i in layers:
+            later = partial(self._later, begin=row.begin, layers=i)
+            gives = (self.again[n][i] if n in self.again else n for n in line.gives)
+            yield replace(_renamed(line, later), gives=tuple(gives))
 
     def _later(self, name: str, begin: int, layers: int) -> str:
         """Return the name of an op before ``begin``, ``layers`` layers later."""
-        place = self.places.get(name)
-        if place is None or place.at >= begin:
+        i, at = self.places.get(name, (0, begin))
+        if at >= begin or not layers:
             return name
         if name in self.again:
             return self.again[name][layers]
-        row = self.fewer.rows[place.row]
-        at = place.at + layers * row.distance
-        if row.nodes[place.at].name != name:  # a result of a line of an earlier layer
+        row = self.fewer.rows[i]
+        if row.nodes[at].name != name:  # a result of a line of an earlier layer
             raise NotOfLayers(name)
-        return row.nodes[at].name
+        return row.nodes[at + layers * row.distance].name
 
     def _of_many(self, line: Line) -> Line:
         """Return a line that names ops of many layers, with those of the layers left

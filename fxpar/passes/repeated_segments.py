@@ -11,7 +11,7 @@ which values are unchanged until they are last read. Never changes a graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,52 +35,33 @@ from fxpar.layers import (
 )
 
 
-class SharedMemory:
-    """Is an index of the writes to each memory in a graph."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.output = graph.output_node()
-        self.writers: dict[int, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            for target in written_by(node):
-                for memory in self._memories(target):
-                    self.writers[memory].append(node)
-
-    def is_kept(self, node: fx.Node) -> bool:
-        """Return whether nothing writes to the memory of a value before it and its
-        views are last read, nothing writes through them at all, and none of them is a
-        result of the graph. False where its memory is unknown."""
-        memories = self._memories(node)
-        if not memories:
-            return False
-        names, reads = self._names(node, memories), list[fx.Node]()
-        for name in names:
-            reads += name.users
-        if self.output in reads:
-            return False
-        if any(names.intersection(written_by(read)) for read in reads):
-            return False
-        last = max((self.position[read] for read in reads), default=0)
-        begin = self.position[node]
-        writers = (w for memory in memories for w in self.writers[memory])
-        return not any(begin < self.position[w] < last for w in writers)
-
-    def _names(self, node: fx.Node, memories: set[int]) -> set[fx.Node]:
-        """Return a value and the values computed from it that share its memory."""
-        names, pending = {node}, [node]
-        while pending:
-            for user in pending.pop().users:
-                if user not in names and memories & self._memories(user):
-                    names.add(user)
-                    pending.append(user)
-        return names
-
-    def _memories(self, node: fx.Node) -> set[int]:
-        return set(map(memory_of, tensors_of(node)))
+def kept_values(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values to whose memory nothing writes before they and their views are
+    last read, through which nothing writes at all, and of which no view is a result of
+    the graph; none whose memory is unknown."""
+    lasting, changed = set[fx.Node](), set[fx.Node]()
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    memories = {node: set(map(memory_of, tensors_of(node))) for node in graph.nodes}
+    written = {node: set(written_by(node)) for node in graph.nodes}
+    last: dict[fx.Node, int] = {}  # where a value or a view of it is last read
+    writers: dict[int, list[int]] = defaultdict(list)  # by memory, of the later ops
+    for node in reversed(graph.nodes):
+        views = {user for user in node.users if memories[user] & memories[node]}
+        reads = (max(at[u], last[u] * (u in views)) for u in node.users)
+        last[node] = max(reads, default=0)
+        is_changed = any(u.op == "output" or node in written[u] for u in node.users)
+        later = [i for memory in memories[node] for i in writers[memory]]
+        if is_changed or changed & views:
+            changed.add(node)
+        elif memories[node] and not any(i < last[node] for i in later):
+            lasting.add(node)
+        for memory in {m for target in written[node] for m in memories[target]}:
+            writers[memory].append(at[node])
+    return lasting
 
 
-# segment costs some work too.
+# The least numbers of nodes that copies save, and of nodes of a segment: each segment
+# costs some work too.
 LEAST_SAVED, LEAST_SIZE = 10, 4
 
 # Ops that run graphs and are traced as the ops of these graphs.
@@ -108,18 +89,18 @@ def repeated_segments(gm: fx.GraphModule) -> list[SegmentKind]:
 
     rows = filter(saved, rows_at_all_distances(labels, with_reads(nodes, labels)))
     kinds: list[SegmentKind] = []
-    memory = SharedMemory(gm.graph)
+    lasting = kept_values(gm.graph)
     for row in without_overlaps(
         sorted(rows, key=lambda r: (-saved(r), r.distance)), labels
     ):
         begin, size = first_border(nodes, row, least=2), row.distance
         starts = range(begin, row.end - size + 1, size)
-        kinds += _kinds([nodes[i : i + size] for i in starts], memory)
+        kinds += _kinds([nodes[i : i + size] for i in starts], lasting)
     return kinds
 
 
 def _kinds(
-    segments: Sequence[list[fx.Node]], memory: SharedMemory
+    segments: Sequence[list[fx.Node]], lasting: Collection[fx.Node]
 ) -> Iterator[SegmentKind]:
     """Yield the kinds among segments of equal ops: those with equal wiring."""
     by_wiring: dict[Any, list[tuple[list[fx.Node], Operands]]] = {}
@@ -137,7 +118,7 @@ def _kinds(
                 [[x for x in reads if _is_tensor(x[0])] for _, reads in group],
                 [[node for node, _ in reads if _is_number(node)] for _, reads in group],
                 results,
-                [all(memory.is_kept(nodes[i]) for nodes, _ in group) for i in results],
+                [all(nodes[i] in lasting for nodes, _ in group) for i in results],
             )
 
 

@@ -568,23 +568,3 @@ def test_a_change_of_any_layer_is_seen_afterwards(index: int, change: str) -> No
     assert (layer.up.weight.grad is None) == (change == "freeze")
     assert counts[0] == [4]
     assert len(counts) == (1 if change == "tie" else 2)  # which operands are, is open
-
-
-def test_sources_are_moved_as_torch_moves_them() -> None:
-    from torch._dynamo.source import AttrSource, LocalSource
-
-    from fxpar._torch.identical_layers import sources_moved_once
-
-    first, other = LocalSource("first"), LocalSource("other")
-    within = AttrSource(first, "within")
-    leaves = [AttrSource(within, name) for name in ("a", "b", "a")]
-    moves = [{first: other}, {within: AttrSource(other, "there")}]
-
-    def moved() -> list[Any]:
-        each = [lambda x, m=move: m.get(x, x) for move in moves]
-        return [leaf.clone(move) for move in each for leaf in leaves]
-
-    plain, want = AttrSource.clone, moved()
-    with sources_moved_once():
-        assert moved() == want
-    assert AttrSource.clone is plain

@@ -121,17 +121,17 @@ def test_users_metadata_is_renamed_by_its_text() -> None:
             each.meta["custom"] = value
         return nodes
 
-    texts, a, b = node_copies.Texts(), Told("a"), Told("b")
-    first = node(a, a, b)
+    a, b = Told("a"), Told("b")
+    texts = node_copies.users_texts(node(a, a, b))
     for name in ("c", "d"):
         other = Told(name)
         mine = node(other, other, b)
-        renamed = node_copies.users_metadata(first, mine, texts)
+        renamed = node_copies.users_metadata(texts, mine)
         assert renamed is not None and renamed["custom"] == {"a": other, "b": b}
     unlike = node(Told("c"), Told("d"), b)
-    assert node_copies.users_metadata(first, unlike, texts) is None
+    assert node_copies.users_metadata(texts, unlike) is None
     alike = node(Told("c"), Told("c"), b)
-    assert node_copies.users_metadata(first, alike, texts) is not None
+    assert node_copies.users_metadata(texts, alike) is not None
 
 
 def test_calls_of_a_kind_are_in_order() -> None:

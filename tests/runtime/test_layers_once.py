@@ -16,7 +16,7 @@ import fxpar
 from fxpar import _torch, compilation
 from fxpar.compilation import Compilation
 from fxpar.features.train_step import step as step_module
-from fxpar.passes.repeated_segments import SharedMemory, repeated_segments
+from fxpar.passes.repeated_segments import kept_values, repeated_segments
 from tests.helpers.patched import needs_patches
 from tests.helpers.traced_graphs import (
     LAYERS,
@@ -312,8 +312,7 @@ def test_what_lasts() -> None:
     mode = _torch.fake.new_fake_mode(symbols=True)
     fakes = [_torch.fake.as_fake(torch.ones(4, 4), mode) for _ in range(2)]
     graph = _torch.aot.trace_flat(fn, fakes, mode).graph
-    memory = SharedMemory(graph)
-    lasting = {node.name for node in graph.nodes if memory.is_kept(node)}
+    lasting = {node.name for node in kept_values(graph)}
     assert {"t", "mul_"} <= lasting
     assert not {"view", "t_1", "add_", "arg0_1", "arg1_1"} & lasting
 

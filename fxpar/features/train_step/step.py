@@ -452,7 +452,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
     with mode, torch.enable_grad():
         for i in forward.trained:
             fakes[i].requires_grad_()
-        results = _torch.traced_once.run_each(forward.module, forward.kinds, *fakes)
+        results = _torch.traced_once.run(forward.module, forward.kinds, *fakes)
         loss = loss_of(results, forward)
     ids = {id(fakes[i]): i for i in forward.trained}
     positions, seen, functions = set(), set(), [loss.grad_fn]

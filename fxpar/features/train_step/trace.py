@@ -336,11 +336,11 @@ def _differentiate(
     """Run forward and backward; gradients are left in ``grad`` of the parameters: those
     of the loss divided by ``calls``, times ``scale``."""
     with torch.enable_grad():
-        run = _torch.traced_once.run_once
+        run = _torch.traced_once.run
         results = list(run(forward.module, forward.kinds, *forward_args))
         loss = loss_of(results, forward)
         _stamp("forward")
-        _torch.aot.keep_lines_in_backward(loss)
+        _torch.traced_once.keep_lines([loss])
         leaves = [forward_args[i] for i in forward.trained]
         if calls > 1:
             loss = loss / calls
