@@ -134,7 +134,7 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in each for each in tried)
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts._LITTLE", 0)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts.LITTLE", 0)
     monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
     assert not any("buckets(" in each for each in tried)  # nor tried by ``tune``
