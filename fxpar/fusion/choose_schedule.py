@@ -40,6 +40,7 @@ from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
     LEAST,
+    LITTLE,
     Attempts,
     SimulatedRun,
     is_better,
@@ -429,9 +430,9 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 def _by_phase(state: Attempts) -> None:
     """Try sizes of buckets and numbers of gathers in flight, where communication is
     waited for. More of them hold more memory: where parameters are gathered a share of
-    the peak memory counts as much as the same share of the seconds. Settings that give
-    an order already tried are skipped."""
-    most = state.most_bytes()
+    the peak memory, but for a few bytes, counts as much as the same share of the
+    seconds. Settings that give an order already tried are skipped."""
+    most, few = state.most_bytes(), state.now.peak_bytes + LITTLE
     room = most - state.now.peak_bytes
     first, *rest = (int(share * room) for share in _AGAIN)
     changes: list[dict[str, int]] = [
@@ -459,8 +460,8 @@ def _by_phase(state: Attempts) -> None:
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
             state.simulated[schedule] = then
-            product = then.seconds * then.peak_bytes
-            if not state.gathers or product < now.seconds * now.peak_bytes:
+            product, before = (x.seconds * max(x.peak_bytes, few) for x in (then, now))
+            if not state.gathers or product < before:
                 state.take(schedule, then)
 
 

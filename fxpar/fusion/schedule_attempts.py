@@ -34,8 +34,8 @@ LEAST = 1e-3
 _CLOSE = 1.25
 
 # The share by which buckets and gathers in flight may raise a step's peak memory, and
-# the bytes that buckets of gradients of whole parameters may always take.
-_ROOM, _LITTLE = 0.1, 8 << 20
+# the bytes that they may always take.
+_ROOM, LITTLE = 0.1, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class Attempts:
     def most_bytes(self) -> int:
         """Return the peak that another schedule may have."""
         peak = self.now.peak_bytes
-        room = int(_ROOM * peak)
-        return peak + (room if self.gathers else max(room, _LITTLE))
+        return peak + max(int(_ROOM * peak), LITTLE)
 
     def by_seconds(self) -> tuple[Schedule, ...]:
         """Return the simulated schedules but the one taken and those that need much

@@ -57,14 +57,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def planned(schedule: str) -> Any:
+def planned(schedule: str, **hints: Any) -> Any:
     how: Any = {"mode": "propagate", "in_specs": [("dp", None)], "grad": True}
-    return fxpar.plan(Net(), torch.randn(16, 8), mesh="dp=2", **how, schedule=schedule)
+    x, how = torch.randn(16, 8), {**how, **hints, "schedule": schedule}
+    return fxpar.plan(Net(), x, mesh="dp=2", **how)
 
 
-def launched(plan: Any) -> int:
-    """All-reduces of a step as it would run."""
-    return Counter(e.kind for e in plan.timeline.events)["all_reduce"]
+def launched(plan: Any, kind: str = "all_reduce") -> int:
+    """Return how many collectives of a kind a step would run."""
+    return Counter(e.kind for e in plan.timeline.events)[kind]
 
 
 def test_buckets_are_as_large_as_said() -> None:
@@ -134,7 +135,26 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in each for each in tried)
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts._LITTLE", 0)
+    monkeypatch.setattr("fxpar.fusion.schedule_attempts.LITTLE", 0)
     monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
     assert not any("buckets(" in each for each in tried)  # nor tried by ``tune``
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_gathers_of_a_small_model_go_together(
+    free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where parameters are split, buckets hold them whole; a few bytes are free."""
+    monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
+    slow(1e-3).save(tmp_path / "slow.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
+    if not free:
+        for module in ("schedule_attempts", "choose_schedule"):
+            monkeypatch.setattr(f"fxpar.fusion.{module}.LITTLE", 0)
+        monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
+    hints = {"*.weight": ("dp", None), "*.bias": ("dp",)}
+    none, auto = (planned(how, hints=hints) for how in ("none", "auto"))
+    assert launched(none, "all_gather") > 2
+    fewer = launched(auto, "all_gather") <= 2
+    assert fewer == free == (auto.predicted.peak_bytes > none.predicted.peak_bytes)
