@@ -59,18 +59,15 @@ FEATURE = Feature(
 # Module -> namespace and names of the ops to which, and to whose backwards, it gives
 # local forms.
 _FORMS = {
-    "local_attention": (
-        "aten",
-        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-    ),
-    "local_documents": ("torch_attn", "_varlen_attn"),
-    "local_flex": ("higher_order", "flex_attention"),
+    "local_attention": "scaled_dot_product_attention "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    "local_documents": "torch_attn::_varlen_attn",
+    "local_flex": "higher_order::flex_attention",
 }
-for _module, (_space, _names) in _FORMS.items():
+for _module, _names in _FORMS.items():
     for _end, _form in (("", "forward"), ("_backward", "backward")):
-        _ops = keys(" ".join(name + _end for name in _names.split()), _space)
+        _ops = keys(" ".join(name + _end for name in _names.split()))
         LOCAL.update(dict.fromkeys(_ops, later(f"{__name__}.{_module}", _form)))
 
 TAKES["balance"] = Takes("balance(attention)", (NODE,))
