@@ -222,6 +222,33 @@ def test_bodies_give_memory_of_their_own() -> None:
     assert len(output.args[0]) == 1 and "view" not in str(output.args[0][0].target)
 
 
+def test_a_reshape_that_copies_is_in_the_body() -> None:
+    """A weight is the columns of a bucket that all ranks sent."""
+
+    def stack(x: Tensor, *ws: Tensor) -> Any:
+        for w in ws:
+            x = layer(x, w[:, 4:36].clone().view(8, 8))
+        return (x.sum(),)
+
+    args = [torch.randn(4, 16), *(torch.randn(2, 40) for _ in range(4))]
+    module = traced(stack, *args)
+    for node in module.graph.find_nodes(op="call_function", target=aten.clone.default):
+        columns, (view, *_) = node.args[0], node.users
+        with module.graph.inserting_before(view):
+            reshape = module.graph.call_function(
+                aten.reshape.default, (columns, [8, 8])
+            )
+        reshape.meta = dict(view.meta)
+        view.replace_all_uses_with(reshape)
+    module.graph.eliminate_dead_code()
+    expected = module(*args)
+    assert outline_layers(module.graph) == 4
+    assert not outside(module, aten.reshape.default)
+    assert not outside(module, aten.slice.Tensor)
+    module.recompile()
+    assert torch.equal(module(*args)[0], expected[0])
+
+
 def gathered(group: str) -> Callable[..., Any]:
     """Weights are gathered a layer ahead, what layers give is reduced, beside them."""
 

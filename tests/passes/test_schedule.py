@@ -398,6 +398,27 @@ def test_a_bucket_is_filled_and_what_is_larger_goes_alone(sketch: Sketch) -> Non
     check_equal(sketch.run(), want)
 
 
+@pytest.mark.parametrize(
+    ("room", "joined"),
+    [
+        (320, [(5,), *([(1, 16)] * 4), (3,)]),  # a layer is 256 bytes
+        (192, [(5,), *([(1, 16)] * 4), (3,)]),
+        (512, [(5,), (1, 32), (1, 32), (3,)]),
+        (136, [(5,), *([(8,), (1, 8)] * 4), (3,)]),
+        (4096, [(1, 72)]),
+    ],
+)
+def test_layers_are_cut_at_the_same_places(
+    sketch: Sketch, room: int, joined: list[tuple[int, ...]]
+) -> None:
+    inputs = [sketch.input(n) for n in (5, *([8, 4, 4] * 4), 3)]
+    sketch.output(*map(sketch.gather, inputs))
+    want = sketch.run()
+    sketch.bucket(most=1, gathers=room)
+    assert [operand for _, operand, _ in sketch.moved()] == joined
+    check_equal(sketch.run(), want)
+
+
 def test_gathers_have_a_size_of_their_own(sketch: Sketch) -> None:
     """32 bytes a gather whole, 16 a reduction."""
     sketch.output(

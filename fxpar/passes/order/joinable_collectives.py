@@ -11,13 +11,18 @@ reductions, as the output does elsewhere. Never changes the graph.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from fxpar.layers import numbered, rows_of_layers
+from fxpar.passes.order.layer_segments import LEAST_CALLS
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
@@ -44,6 +49,8 @@ _REDUCE = c10d.all_reduce.default
 class _Bucket:
     """Is a list of collectives of one kind that become one."""
 
+    # The part of layers that it joins (``Joinable._pieces``); None: of no layer.
+    piece: Hashable = None
     # Names, in graph order.
     members: list[str] = field(default_factory=list)
     size: int = 0  # bytes
@@ -71,6 +78,43 @@ class Joinable:
 
     # In graph order.
     collectives: tuple[JoinableCollective, ...]
+
+    @cached_property
+    def _rows(self) -> list[tuple[list[JoinableCollective], int]]:
+        """Return the collectives of layers that repeat, row by row, each with the
+        number of collectives of a layer."""
+        kinds = defaultdict[Hashable, list[JoinableCollective]](list)
+        for each in self.collectives:
+            kinds[each.kind, each.what].append(each)
+        rows: list[tuple[list[JoinableCollective], int]] = []
+        for members in kinds.values():
+            sizes = numbered(each.size for each in members)
+            next_sizes = (np.roll(sizes, -i).tolist() for i in range(3))
+            finer = numbered(zip(*next_sizes, strict=True))
+            for begin, end, count in rows_of_layers(sizes, finer):
+                if end - begin >= LEAST_CALLS * count:
+                    rows.append((members[begin:end], count))
+        return rows
+
+    def _pieces(self, most: Mapping[str, int]) -> dict[str, Hashable]:
+        """Return, by name, a key that is equal for collectives of one bucket. Layers
+        that repeat, and are not all in one bucket, are cut at the same places, so that
+        what reads a bucket repeats as well: a bucket has a number of whole layers, or
+        an equal part of one."""
+        pieces: dict[str, Hashable] = {}
+        for members, count in self._rows:
+            room = most[members[0].what]
+            small = [each.size if each.size < room else 0 for each in members]
+            size = sum(small[:count])
+            if sum(small) <= room:
+                continue
+            layers, parts = max(1, round(room / size)), max(1, round(size / room))
+            for i, each in enumerate(members):
+                layer, at = divmod(i, count)
+                middle = sum(small[:at]) + small[at] / 2
+                part = int(middle * parts / size)
+                pieces[each.name] = (members[0].name, layer // layers, part)
+        return pieces
 
     @staticmethod
     def of(graph: fx.Graph, *, reductions: bool) -> Joinable:
@@ -114,18 +158,21 @@ class Joinable:
         filled: list[_Bucket] = []
         home: dict[str, _Bucket] = {}
         before = {each.name: each.before for each in self.collectives}
+        pieces = self._pieces(most)
         for each in self.collectives:
             room = most[each.what]
             if each.size >= room:
                 continue
             open_bucket = opened.get(each.kind)
             needs = _buckets(each.before, home, before)
+            piece = pieces.get(each.name)
             if (
                 open_bucket is None
                 or id(open_bucket) in needs
-                or open_bucket.size + each.size > room
+                or open_bucket.piece != piece
+                or (piece is None and open_bucket.size + each.size > room)
             ):
-                open_bucket = opened[each.kind] = _Bucket()
+                open_bucket = opened[each.kind] = _Bucket(piece)
                 filled.append(open_bucket)
             open_bucket.members.append(each.name)
             open_bucket.size += each.size

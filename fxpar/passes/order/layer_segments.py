@@ -358,6 +358,8 @@ def _can_share_memory(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _can_share_memory(node.args[0])
+    if op_facts_of(node.target).reshapes:  # may copy, whatever its schema says
+        return is_view(node)
     return is_view(node) or _can_alias(node.target)
 
 
