@@ -75,7 +75,8 @@ def no_local_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def zeros_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduction, "least", lambda dtype: 0)
+    real = reduction.filled
+    patch.setattr(reduction, "filled", lambda call, x, dims, _: real(call, x, dims, 0))
 
 
 def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
