@@ -45,6 +45,10 @@ _NEUTRAL: dict[Any, int] = {
 # part of the batch (``microbatches``).
 STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", separate_parts.PART
 
+# Key of ``meta["custom"]``, which all passes keep: the region into which a schedule
+# fused the node.
+REGION = "fxpar_region"
+
 # Keys of ``meta`` that a rewritten node keeps from the node it comes from.
 PROVENANCE = (
     "stack_trace",
@@ -390,3 +394,13 @@ def restore_meta(graph: fx.Graph) -> None:
             node.meta["seq_nr"] = custom[_NUMBER]
         if _CHECKPOINTED in custom:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def custom_of(node: fx.Node) -> dict[str, Any]:
+    """Return what is in ``meta["custom"]``."""
+    return node.meta.get("custom") or {}
+
+
+def region_of(node: fx.Node) -> str | None:
+    """Return the region into which a schedule's ``fuse`` put a node, else None."""
+    return custom_of(node).get(REGION)

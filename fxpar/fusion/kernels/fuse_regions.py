@@ -40,7 +40,7 @@ from fxpar.fusion.kernels.select_region import (
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.fusion.verbs.fuse_nodes import arrange
-from fxpar.passes.order.joinable_collectives import region_of
+from fxpar.graph.builder import region_of
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.program import user_line
 

@@ -37,7 +37,7 @@ from fxpar.fusion.kernels.split_at_collectives import (
     stages_of,
 )
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
-from fxpar.passes.order.joinable_collectives import region_of
+from fxpar.graph.builder import region_of
 from fxpar.sharding.cost.op import is_contraction, is_light, is_view, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
 

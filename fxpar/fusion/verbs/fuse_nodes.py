@@ -5,7 +5,7 @@ In: an Edit and nodes. Out: the region or the collective.
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
 gathers or sends after it, are one call of a subgraph. In the graph that runs they are
-nodes again, marked with their region (``joinable_collectives.REGION``);
+nodes again, marked with their region (``builder.REGION``);
 ``kernels.fuse_regions`` makes one op of each region. A region must be convex, no path
 leaves it and enters it again, or else it would wait for itself (CoCoNeT, section 3.3).
 
@@ -30,9 +30,8 @@ from fxpar.fusion.node_legality import UnevenOp, is_message
 from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder
+from fxpar.graph.builder import REGION, Builder
 from fxpar.passes.lower import contiguous
-from fxpar.passes.order.joinable_collectives import REGION
 
 _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 

@@ -27,7 +27,8 @@ import torch
 from torch import fx
 
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.order.joinable_collectives import from_inputs, region_of
+from fxpar.graph.builder import region_of
+from fxpar.passes.order.joinable_collectives import from_inputs
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.passes.order.small_collectives import is_pure
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from fxpar.graph.builder import custom_of, region_of
 from fxpar.layers import numbered, rows_of_layers
 from fxpar.passes.order.layer_segments import LEAST_CALLS
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
@@ -34,10 +35,8 @@ c10d = torch.ops._c10d_functional
 # user's regions have smaller ones.
 REGATHERED = 1 << 20
 
-# Key of ``meta["custom"]``, which all passes keep: the region into which a schedule
-# fused the node.
-REGION = "fxpar_region"
-# Another: the ``whole_bytes`` of the rank with the largest shards, if these are uneven.
+# Key of ``meta["custom"]``, which all passes keep: the ``whole_bytes`` of the rank with
+# the largest shards, if these are uneven.
 LARGEST = "fxpar_largest"
 
 _GATHER = c10d.all_gather_into_tensor.default
@@ -201,7 +200,7 @@ def _can_join(node: fx.Node) -> bool:
 def _is_on_all_ranks(node: fx.Node) -> bool:
     """Return whether all ranks have this gather in a backward: with uneven shards some
     ranks may save values that others recompute, except for gathered parameters."""
-    return LARGEST not in _custom(node) or node.meta.get("ac_graph_id") == REGATHERED
+    return LARGEST not in custom_of(node) or node.meta.get("ac_graph_id") == REGATHERED
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
@@ -267,15 +266,6 @@ def _can_lead_to_output(target: Any) -> bool:
     )
 
 
-def region_of(node: fx.Node) -> str | None:
-    """Return the region into which a schedule's ``fuse`` put a node, else None."""
-    return _custom(node).get(REGION)
-
-
-def _custom(node: fx.Node) -> dict[str, Any]:
-    return node.meta.get("custom") or {}
-
-
 def _reductions_before(
     reductions: Collection[fx.Node],
 ) -> dict[fx.Node, frozenset[str]]:
@@ -314,5 +304,5 @@ def _buckets(
 def whole_bytes(node: fx.Node) -> int:
     """Return the bytes of the larger of operand and result; for uneven shards those of
     the largest, so that all ranks fill their buckets equally."""
-    largest = _custom(node).get(LARGEST)
+    largest = custom_of(node).get(LARGEST)
     return largest or max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))

@@ -21,6 +21,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.nodes_by_target import calls_where
+from fxpar.graph.builder import custom_of
 from fxpar.layers import (
     RepeatedOps,
     first_border,
@@ -97,7 +98,7 @@ FIRST_ROWS = "fxpar_first_rows"
 
 def is_of_first_rows(node: fx.Node) -> bool:
     """Return whether a value is marked as one of which only first rows are read."""
-    return FIRST_ROWS in (node.meta.get("custom") or {})
+    return FIRST_ROWS in custom_of(node)
 
 
 def fits(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar._torch.node_copies import copy_node
 from fxpar._torch.nodes_by_target import calls_where
-from fxpar.passes.order.joinable_collectives import region_of
+from fxpar.graph.builder import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.cost.recompute import computed_again

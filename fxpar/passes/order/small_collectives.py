@@ -24,8 +24,9 @@ import torch
 from torch import fx
 
 from fxpar._torch.nodes_by_target import calls_where
+from fxpar.graph.builder import custom_of, region_of
 from fxpar.graph.pipeline_ops import MESSAGES
-from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs, region_of
+from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
@@ -139,7 +140,7 @@ def _has_messages(graph: fx.Graph) -> bool:
 def _can_start(node: fx.Node) -> bool:
     """Return whether a collective may move before others: not if its shards are uneven,
     since ranks would then decide by different sizes."""
-    is_even = LARGEST not in (node.meta.get("custom") or {})
+    is_even = LARGEST not in custom_of(node)
     return is_even and not is_chunk(node) and not region_of(node)
 
 

@@ -11,7 +11,7 @@ from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
 from fxpar.fusion.kernels.kernel_text import kernel_of
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
-from fxpar.passes.order.joinable_collectives import REGION
+from fxpar.graph.builder import REGION
 from tests.helpers.kernels.fused_graphs import (
     ELSEWHERE,
     GRAPHS,

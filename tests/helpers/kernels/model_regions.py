@@ -29,7 +29,7 @@ from fxpar.fusion.kernels.select_region import after
 from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
-from fxpar.passes.order.joinable_collectives import REGION
+from fxpar.graph.builder import REGION
 from fxpar.runtime.ranks import check_inputs, consensus
 from fxpar.runtime.steps import lowering_steps
 from fxpar.sharding.mesh import Mesh
