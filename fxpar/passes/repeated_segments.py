@@ -41,7 +41,10 @@ def kept_values(graph: fx.Graph) -> set[fx.Node]:
     the graph; none whose memory is unknown."""
     lasting, changed = set[fx.Node](), set[fx.Node]()
     at = {node: i for i, node in enumerate(graph.nodes)}
-    memories = {node: set(map(memory_of, tensors_of(node))) for node in graph.nodes}
+    memories = {
+        node: {memory_of(x) for x in tensors_of(node) if x.layout is torch.strided}
+        for node in graph.nodes
+    }
     written = {node: set(written_by(node)) for node in graph.nodes}
     last: dict[fx.Node, int] = {}  # where a value or a view of it is last read
     writers: dict[int, list[int]] = defaultdict(list)  # by memory, of the later ops
