@@ -155,6 +155,14 @@ def _stages_of_a_first_step(*files: Any) -> Iterable[Row]:
     yield "kernels", *(row["kernels"] for _, row in rows)
 
 
+def _patches(data: Any) -> Iterable[Row]:
+    for case in data["cases"]:
+        for way, base in case["cpu"]["nothing"].items():
+            for name, cpu in case["cpu"].items():
+                of = f"{cpu[way] / base:.2f}"
+                yield name, case["layers"], way, f"{cpu[way]:.1f}", of
+
+
 def _mixtures(*files: Any) -> Iterable[Row]:
     for mesh, data in zip(("ep=2", "ep=4"), files, strict=True):
         for side, x in data["figures"].items():
@@ -417,6 +425,15 @@ STUDIES = (
                 "on a busy machine: in `compile` and `shard` layers are calls of one "
                 "body; `ddp` is what DDP lets Inductor compile, of the whole batch. "
                 "Nothing ran.",
+            ),
+            Table(
+                ("patches_cpu.json",),
+                "left out | layers | way | CPU s | of",
+                _patches,
+                "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
+                "with none, and with all (`FXPAR_FAST=0`). `alone` is one fake rank of "
+                "`fxpar.shard` on dp=2 with empty caches, up to the C++ text. "
+                "Each once: a few per cent are noise.",
             ),
             Table(
                 ("compile_cpu.json",),
