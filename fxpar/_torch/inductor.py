@@ -112,6 +112,7 @@ def _in_order(
     from torch._inductor.compile_fx import compile_fx_inner
 
     _hold_operands(gm)
+    _compute_scalars_once(gm)
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes}
     waits = any("::wait_" in _name(target) for target in targets)
@@ -153,6 +154,7 @@ def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
 
 
 # Inductor runs these in place, or in a copy of the operand.
+aten = torch.ops.aten
 _IN_PLACE = ("::all_reduce", "::broadcast")
 
 
@@ -189,6 +191,62 @@ def _hold() -> Any:
     op = torch.ops.fxpar.hold.default
     register_lowering(op, type_promotion_kind=None)(lambda x: None)
     has_side_effect(op)
+    return op
+
+
+# Ops that take far longer than the memory access of an element.
+_SLOW = {
+    getattr(aten, name).default
+    for name in ("sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid")
+} | {getattr(aten.pow, name) for name in aten.pow.overloads() if "out" not in name}
+# The least elements of a reader for which a number is computed before it, by a kernel
+# of its own.
+_MANY = 1 << 16
+
+
+def _compute_scalars_once(gm: fx.GraphModule) -> None:
+    """Compute numbers that slow ops give, such as an optimizer's corrections of bias,
+    before what reads them: Inductor (2.13) computes them again for each element, or
+    each vector, of the reader."""
+    for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        slow = set[fx.Node]()  # numbers with a slow op among what they are computed of
+        for node in [n for n in body.graph.nodes if n.op == "call_function"]:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.shape:
+                continue
+            if node.target in _SLOW or not slow.isdisjoint(node.all_input_nodes):
+                slow.add(node)
+                large = [user for user in node.users if _is_large(user.meta.get("val"))]
+                if large:
+                    with body.graph.inserting_after(node):
+                        once = body.graph.call_function(_once(), (node,))
+                    once.meta = dict(node.meta)
+                    for user in large:
+                        user.replace_input_with(node, once)
+        body.recompile()
+
+
+def _is_large(value: Any) -> bool:
+    is_known = isinstance(value, torch.Tensor) and all(
+        type(n) is int for n in value.shape
+    )
+    return is_known and value.numel() >= _MANY
+
+
+@functools.cache
+def _once() -> Any:
+    """Return an op that gives its operand, which Inductor then computes by itself."""
+    from torch._inductor.lowering import register_lowering
+
+    def lower(x: Any) -> Any:
+        x.realize()
+        return x
+
+    torch.library.define("fxpar::once", "(Tensor x) -> Tensor")
+    torch.library.impl("fxpar::once", "CompositeExplicitAutograd")(torch.clone)
+    torch.library.register_fake("fxpar::once")(torch.empty_like)
+    op = torch.ops.fxpar.once.default
+    register_lowering(op, type_promotion_kind=None)(lower)
     return op
 
 
