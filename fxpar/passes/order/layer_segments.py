@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import custom_of
 from fxpar.layers import (
     RepeatedOps,

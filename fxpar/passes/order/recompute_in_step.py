@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import viewed

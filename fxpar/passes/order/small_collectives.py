@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import custom_of, region_of
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs
