@@ -25,8 +25,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
-from fxpar._fast.old_objects import old_objects_kept
-from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.python_memory import in_one_block, old_objects_kept
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, PlanError
