@@ -196,3 +196,12 @@ def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
 def load_kernel(kernel: Any) -> None:
     """Load a compiled Triton kernel onto the current device."""
     kernel._init_handles()
+
+
+# Cycles of a GPU in a second, about.
+CYCLES = 2e9
+
+
+def keep_busy(seconds: float) -> None:
+    """Let the current stream wait about so long, while the host launches more."""
+    torch.cuda._sleep(int(seconds * CYCLES))

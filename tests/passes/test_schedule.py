@@ -20,6 +20,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import (
+    Orders,
     PhasedGraph,
     phases_as_run,
     split_phases,
@@ -31,7 +32,6 @@ from fxpar.passes.order.order_collectives import (
     prefetch,
     schedule,
 )
-from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import (
     COUNT,

@@ -33,9 +33,13 @@ from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order import forward_backward
-from fxpar.passes.order.forward_backward import as_run, phases_as_run, split_phases
+from fxpar.passes.order.forward_backward import (
+    Orders,
+    as_run,
+    phases_as_run,
+    split_phases,
+)
 from fxpar.passes.order.order_collectives import Settings
-from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader, launches_of
 from fxpar.passes.simulate.simulate_step import (
     Simulation,
