@@ -4,12 +4,14 @@ In: the bound graph of a forward or a backward, and the names of the collectives
 bucket (``joinable_collectives`` chooses them). Out: the same graph, in place; small
 all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
 joined: their operands are copied into one tensor, which one collective moves, and its
-result is split again. Never chooses what to join.
+result is split again. ``copy_into_buckets`` does that copy by one call of torch where
+the values are in memory already. Never: a value changes.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +19,11 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import register_joins
 from fxpar.passes.order.joinable_collectives import is_cheap
+from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.passes.order.sink_waits import WAIT
+from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -198,3 +203,30 @@ def _sort(graph: fx.Graph) -> None:
                 output.prepend(node)
             placed.add(node)
             stack.extend(reversed(waiting.pop(node, [])))
+
+
+# The least number of values in memory: for fewer, loops are a few lines.
+LEAST = 8
+
+
+def copy_into_buckets(graph: fx.Graph) -> None:
+    """Let torch copy buckets most of whose parts are in memory, in place, in the graph
+    that goes to Inductor: it writes the result of an op outside of a body to its place
+    in the bucket, and generates a loop for any other value, so that its code, and the
+    C++ or Triton compiler's time, would grow with the layers of a model."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts = node.args[0] if node.args else node.kwargs["tensors"]
+        in_memory = sum(map(_is_in_memory, parts))
+        if in_memory >= LEAST and 2 * in_memory > len(parts):
+            register_joins()
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            node.target = torch.ops.fxpar.join.default
+            node.args, node.kwargs = (parts, dim), {}
+
+
+def _is_in_memory(part: fx.Node) -> bool:
+    """Return whether a part is, or is a view of, a graph input or a body's result."""
+    base = viewed(part)
+    if base.op == "placeholder":
+        return True
+    return base.target is operator.getitem and base.args[0].target is INVOKE
