@@ -36,8 +36,7 @@ from fxpar._torch.inductor import (
 )
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.node_texts import is_complete
-from fxpar._torch.segment_kinds import FindKinds
-from fxpar._torch.traced_once import traced_once
+from fxpar._torch.traced_once import FindKinds, traced_once
 from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
