@@ -43,7 +43,7 @@ def join_buckets(
     nodes = {node.name: node for node in graph.nodes if node.name in names}
     for bucket in buckets:
         members = [nodes[name] for name in bucket]
-        _JOIN[members[0].target](rewriter, members)
+        _join(rewriter, members)
         for member in members:
             graph.erase_node(member)
     for node in reversed(graph.nodes):
@@ -51,11 +51,6 @@ def join_buckets(
             graph.erase_node(node)
     if names:
         _sort(graph)
-
-
-def _wait_of(node: fx.Node) -> fx.Node:
-    (wait,) = node.users
-    return wait
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,8 @@ def _split_result(
             layout = torch.contiguous_format
             part = rewriter.call(aten.clone.default, part, memory_format=layout)
         at += width
-        rewriter.replace(_wait_of(member), part)
+        (wait,) = member.users
+        rewriter.replace(wait, part)
         for reader in list(part.users) if rows == 1 else ():  # no copy
             if op_facts_of(reader.target).reshapes:
                 other = list(reader.meta["val"].shape)
@@ -134,17 +130,22 @@ def _split_result(
                     reader.target, reader.args = aten.reshape.default, (piece, other)
 
 
-def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """Join gathers: each rank sends one row, and the result has a row per rank."""
-    first = members[0]
-    _, count, group = first.args
-    with rewriter.before(first):
-        for member in members:
-            _hoist(member.args[0], first)
-        row = _flat(rewriter, [m.args[0] for m in members], 1)
-        bucket_gather = rewriter.call(_GATHER, row, count, group)
-        whole = rewriter.call(WAIT, bucket_gather)
-        _split_result(rewriter, whole, count, members)
+def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
+    """Replace collectives by one, with its wait. A gather takes one row of each rank,
+    and gives a row per rank; a reduce-scatter takes a row per rank, and gives one; an
+    all-reduce takes and gives one. Reductions are joined where the last of them is,
+    gathers, whose operands come from inputs, where the first is."""
+    kind = members[0].target
+    place = members[0] if kind is _GATHER else members[-1]
+    ranks = 1 if kind is _REDUCE else place.args[-2]
+    with rewriter.before(place):
+        if kind is _GATHER:
+            for member in members:
+                _hoist(member.args[0], place)
+        rows = ranks if kind is _SCATTER else 1
+        bucket = _flat(rewriter, [m.args[0] for m in members], rows)
+        wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
+        _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
@@ -154,33 +155,6 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
     for read in node.all_input_nodes:
         _hoist(read, before)
     before.prepend(node)
-
-
-def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """Join reduce-scatters: the operand has a row per rank, the result is one row."""
-    last = members[-1]
-    _, op, count, group = last.args
-    with rewriter.before(last):
-        rows = _flat(rewriter, [m.args[0] for m in members], count)
-        bucket_scatter = rewriter.call(_SCATTER, rows, op, count, group)
-        mine = rewriter.call(WAIT, bucket_scatter)
-        _split_result(rewriter, mine, 1, members)
-
-
-def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    last = members[-1]
-    with rewriter.before(last):
-        row = _flat(rewriter, [m.args[0] for m in members], 1)
-        bucket_reduce = rewriter.call(_REDUCE, row, *last.args[1:])
-        whole = rewriter.call(WAIT, bucket_reduce)
-        _split_result(rewriter, whole, 1, members)
-
-
-_JOIN = {
-    _GATHER: _join_gathers,
-    _SCATTER: _join_scatters,
-    _REDUCE: _join_reductions,
-}
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -145,7 +145,16 @@ def as_run(
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
-    return phases_as_run(split_phases(graph), disable=disable, settings=settings)
+    parts = split_phases(graph)
+    phases = [phase_graph(parts, i) for i in range(parts.count)]
+    for phase in phases:
+        schedule(
+            phase.graph, backward=phase.backward, disable=disable, settings=settings
+        )
+    if len(phases) == 1:
+        return phases[0].graph
+    forward, backward = (phase.graph for phase in phases)
+    return _joined(forward, backward, parts.is_gradient)
 
 
 # Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
@@ -188,24 +197,6 @@ def _memory_layout(node: fx.Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, tuple(value.shape), value.stride()
-
-
-def phases_as_run(
-    parts: PhasedGraph,
-    *,
-    disable: Collection[str] = (),
-    settings: Settings = DEFAULT,
-) -> fx.Graph:
-    """Return ``as_run`` of a graph that is split already."""
-    phases = [phase_graph(parts, i) for i in range(parts.count)]
-    for phase in phases:
-        schedule(
-            phase.graph, backward=phase.backward, disable=disable, settings=settings
-        )
-    if len(phases) == 1:
-        return phases[0].graph
-    forward, backward = (phase.graph for phase in phases)
-    return _joined(forward, backward, parts.is_gradient)
 
 
 def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
