@@ -73,7 +73,7 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
         return 0  # sizes are open
     if root is None or not _torch.inductor.can_call_bodies():
         return 0
-    kinds: dict[Any, list[_Segment]] = defaultdict(list)
+    kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
     for segment in _segments(graph, even=even):
         kinds[segment.text].append(segment)
     calls = 0
@@ -87,7 +87,7 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
     return calls
 
 
-def _has_only_tensors(segment: _Segment) -> bool:
+def _has_only_tensors(segment: LayerSegment) -> bool:
     """Return whether all operands and results are aligned tensors, and there is a
     result."""
     ends = (*_operands_of(segment.nodes), *segment.results)
@@ -101,7 +101,7 @@ def _free_name(root: torch.nn.Module) -> str:
     return next(name for name in names if not hasattr(root, name))
 
 
-def _body(segment: _Segment) -> fx.GraphModule:
+def _body(segment: LayerSegment) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(_operands_of(segment.nodes)):
@@ -116,7 +116,7 @@ def _body(segment: _Segment) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _call(graph: fx.Graph, segment: _Segment, name: str) -> None:
+def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
     """Replace a segment by a call of the body ``name``."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
@@ -160,7 +160,7 @@ def _call(graph: fx.Graph, segment: _Segment, name: str) -> None:
         graph.erase_node(node)
 
 
-def _move_after(segment: _Segment) -> list[fx.Node]:
+def _move_after(segment: LayerSegment) -> list[fx.Node]:
     """Return the nodes between a segment's nodes that must move after it: reductions,
     sums, and nodes that read the segment, in order. The others, views of earlier
     memory, are moved before it."""
@@ -180,7 +180,7 @@ def _move_after(segment: _Segment) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class LayerSegment:
     """Is a run of consecutive ops, as a function of their operands."""
 
     # The ops, in order.
@@ -191,7 +191,7 @@ class _Segment:
     text: tuple[Any, ...]
 
 
-def _segments(graph: fx.Graph, *, even: bool) -> Iterator[_Segment]:
+def _segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
     """Yield the segments of the graph's layers that can be bodies. Unless shards are
     ``even``, other segments may repeat on other ranks, which must start collectives in
     the same order: then bodies have no collectives, and none that is moved after a body
@@ -428,7 +428,7 @@ def _runs(ends: np.ndarray, begin: int, end: int) -> Iterator[slice]:
         first = last
 
 
-def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> _Segment:
+def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
     inside = {node: i for i, node in enumerate(nodes)}
     place = {node: -1 - i for i, node in enumerate(_operands_of(nodes))} | inside
     lines = [
@@ -446,7 +446,9 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> _Segment:
         )
         if home in inside
     )
-    return _Segment(tuple(nodes), results, (*lines, tuple(map(inside.get, results))))
+    return LayerSegment(
+        tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
+    )
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
