@@ -57,22 +57,12 @@ class SegmentKind:
 FindKinds = Callable[[fx.GraphModule], list[SegmentKind]]
 
 
-def _modes() -> tuple[Any, ...]:
-    """Return what the meaning of ops depends on in addition to their operands; first
-    whether autograd records."""
-    autocast = (
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-
 @dataclass(frozen=True)
 class _Conditions:
     """Holds what the nodes traced for a segment depend on in addition to those of the
     graph."""
 
-    # As ``_modes`` when it runs.
+    # As ``modes`` when it runs.
     modes: tuple[Any, ...]
     # The numbers that it reads.
     numbers: tuple[int, ...]
@@ -96,7 +86,7 @@ def _conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> _Conditions
         return None
     memories = list(map(memory_of, fakes))
     sharing = tuple(memories.index(memory) for memory in memories)
-    return _Conditions(_modes(), tuple(numbers), sharing)
+    return _Conditions(values_of.modes(), tuple(numbers), sharing)
 
 
 def _look_at(
@@ -110,7 +100,11 @@ def _look_at(
     parts = list(map(values_of.part_of, values))
 
     def state() -> Any:
-        return values_of.tokens(), _modes(), list(map(values_of.form_of, parts))
+        return (
+            values_of.tokens(),
+            values_of.modes(),
+            list(map(values_of.form_of, parts)),
+        )
 
     before, counts = state(), list(map(values_of.writes_to, parts))
     outs = run()
