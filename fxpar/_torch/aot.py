@@ -24,7 +24,6 @@ from fxpar._fast.cpp_kernels import (
 )
 from fxpar._fast.inductor_shortcuts import unread_texts
 from fxpar._fast.known_values import values_known
-from fxpar._fast.quick_graphs import quick_min_cut
 from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
@@ -326,7 +325,6 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
     """Let Inductor compile in less time inside. ``with_kernels``: C++ kernels will be
     compiled."""
     with (
-        quick_min_cut(),
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
         unread_texts(),
