@@ -137,7 +137,7 @@ def _flops(program: Any) -> float:
 
 def run(row: StagesRow) -> dict[str, Any]:
     """The row's plans."""
-    from fxpar._fast.old_objects import old_objects_kept
+    from fxpar._fast.python_memory import old_objects_kept
 
     request, program, traced = _traced(row)
     with old_objects_kept():

@@ -25,8 +25,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, choose_plan, pipeline
-from fxpar._fast.old_objects import old_objects_kept
-from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.python_memory import in_one_block, old_objects_kept
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, PlanError
@@ -170,7 +169,8 @@ def _look_up(
         followed = job.recalled.hash if job.recalled else ""
         mesh = str(job.ranks.whole.mesh)
         rest_specs = sorted(job.rest_specs.items())
-        extras = job.writes, followed, mesh, job.sent_room, *rest_specs
+        # Each place keeps its own, under a number that others do not know.
+        extras = job.writes, followed, mesh, job.sent_room, _place(job), *rest_specs
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
@@ -179,6 +179,12 @@ def _look_up(
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
     return entry
+
+
+def _place(job: CompileJob) -> int:
+    """Return which part of the batch this rank is fed, where places run programs of
+    their own."""
+    return job.ranks.world.place if job.ranks.world is not None else 0
 
 
 def _make_groups(ranks: Ranks, entry: KnownProgram | None) -> None:
@@ -286,8 +292,7 @@ class Compilation:
         """
         job, entry = self.job, self.entry
         # Places draw numbers of their own.
-        place = job.ranks.world.place if job.ranks.world is not None else 0
-        key = f"{job.ranks.whole.mesh}|{place}|{job.options}|{job.sent_room}"
+        key = f"{job.ranks.whole.mesh}|{_place(job)}|{job.options}|{job.sent_room}"
         return _torch.aot.compile_fx(
             gm,
             examples,

@@ -7,7 +7,7 @@ It is used on Dynamo's graph, where AOTAutograd traces one layer of a kind
 (``passes.repeated_segments``), on a Program, where the search ties choices
 (``sharding.search.ties``), on a local graph, where schedules are tried on few layers
 (``fusion.fewer_layers``), and on forward and backward, where Inductor compiles one
-(``passes.order.layer_segments``). Never changes a graph.
+(``passes.order.outline_layers``). Never changes a graph.
 """
 
 from __future__ import annotations

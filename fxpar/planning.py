@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.python_memory import in_one_block
 from fxpar._torch.distributed import default_group, own_rank
 from fxpar.cache_files import write_asked
 from fxpar.choose_plan import fastest_plan

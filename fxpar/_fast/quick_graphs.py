@@ -1,4 +1,4 @@
-"""Builds, cleans and splits FX graphs with less work for each node.
+"""Builds and cleans FX graphs with less work for each node.
 
 In: ``torch.fx`` (2.13), with which torch and fxpar build graphs of thousands of nodes.
 Out: the same graphs, in less time. Never: changes what a graph is, or when it is wrong.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -207,40 +206,3 @@ def _dead_code_looked_for() -> contextlib.AbstractContextManager[Any]:
             return eliminate(self, *args, **kwargs)
 
     return mock.patch.object(fx.Graph, "eliminate_dead_code", eliminate_dead_code)
-
-
-@shortcut
-def quick_min_cut() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which AOTAutograd splits graphs into forward and backward by
-    the package's minimum cut: of networkx's preflow pushes, a third of the time."""
-    from torch._functorch import partitioners
-
-    by_torch = partitioners.solve_min_cut
-
-    def solve_min_cut(*args: Any, **kwargs: Any) -> Any:
-        with cuts_of_networkx():
-            return by_torch(*args, **kwargs)
-
-    return mock.patch.object(partitioners, "solve_min_cut", solve_min_cut)
-
-
-def cuts_of_networkx() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which ``networkx.minimum_cut`` is the package's. It gives the
-    cut of 3.7: of all least ones that with the fewest nodes on the side of the sink.
-    Where it is asked in another way than by torch 2.13, networkx answers."""
-    import networkx
-
-    from fxpar.sharding.solver.min_cut import minimum_cut
-
-    by_networkx = networkx.minimum_cut
-
-    def cut(graph: Any, source: Any, sink: Any, *args: Any, **kwargs: Any) -> Any:
-        least = None
-        if not (args or kwargs) and source in graph and sink in graph:
-            edges = graph.edges(data="capacity", default=math.inf)
-            least = minimum_cut(edges, source, sink)
-        if least is None:  # networkx says why there is none
-            return by_networkx(graph, source, sink, *args, **kwargs)
-        return least.capacity, (set(graph) - least.late, least.late)
-
-    return mock.patch.object(networkx, "minimum_cut", cut)

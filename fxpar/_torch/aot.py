@@ -24,7 +24,6 @@ from fxpar._fast.cpp_kernels import (
 )
 from fxpar._fast.inductor_shortcuts import unread_texts
 from fxpar._fast.known_values import values_known
-from fxpar._fast.quick_graphs import quick_min_cut
 from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
@@ -36,8 +35,7 @@ from fxpar._torch.inductor import (
 )
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.node_texts import is_complete
-from fxpar._torch.segment_kinds import FindKinds
-from fxpar._torch.traced_once import traced_once
+from fxpar._torch.traced_once import FindKinds, traced_once
 from fxpar._torch.version import own_version
 
 # A checkpointed region, as Dynamo writes it.
@@ -327,7 +325,6 @@ def _shortcuts(with_kernels: bool) -> Iterator[None]:
     """Let Inductor compile in less time inside. ``with_kernels``: C++ kernels will be
     compiled."""
     with (
-        quick_min_cut(),
         kernels_in_libraries(BEHIND_ALL),
         probes_remembered(),
         unread_texts(),

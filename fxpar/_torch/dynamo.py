@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._fast.old_objects import old_objects_kept
-from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.python_memory import in_one_block, old_objects_kept
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar._fast.switch import is_taken
 from fxpar._torch.distributed import is_only_rank

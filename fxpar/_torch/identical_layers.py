@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpar._torch.traced_values import modes
+
 # Attributes of a module by which a call of it is more than its class's forward.
 _OWN_CALLS = (
     "_backward_hooks",
@@ -58,7 +60,6 @@ def kind_of(layer: nn.Module) -> Any:
     the modules of a layer, which of its tensors are one, and the modes of torch."""
     order: dict[int, int] = {}
     tensors = (layer.named_parameters, layer.named_buffers)
-    sdp = torch.backends.cuda
     return (
         [(name, type(m)) for name, m in layer.named_modules(remove_duplicate=False)],
         [
@@ -66,17 +67,7 @@ def kind_of(layer: nn.Module) -> Any:
             for named in tensors
             for name, x in named(remove_duplicate=False)
         ],
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-        [
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-        ],
-        (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()),
-        (sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+        modes(),
         repr(torch.fx.traceback.get_current_meta().get("custom")),
     )
 

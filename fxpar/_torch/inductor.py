@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
-from fxpar._torch.separate_parts import keep_parts_separate
 from fxpar._torch.version import own_version
 
 
@@ -123,7 +122,7 @@ def _in_order(
     with (
         config.patch(dict.fromkeys(names, False)),
         _read_after_writes(),
-        keep_parts_separate(graphs),
+        _parts_separate(graphs),
         _keyed_by(text),
         kernels_in_libraries(),
         values_known(),
@@ -151,6 +150,48 @@ def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(
         SchedulerNode, "recompute_size_and_body", recompute_and_rename
     )
+
+
+# Metadata key of a node: its part of the batch.
+PART = "fxpar_part"
+
+
+def _parts_separate(
+    graphs: Iterable[fx.Graph],
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Inductor fuses no ops of different parts of a batch
+    that do not read one another. It (2.13) makes one kernel of light ops that read the
+    same tensor, as the norms of two parts read one weight: the first part then waits
+    for all operands of the second, which may have to arrive yet, and the activations of
+    both are in memory."""
+    from unittest import mock
+
+    from torch._inductor.choices import InductorChoices
+
+    if not any(PART in node.meta for graph in graphs for node in graph.nodes):
+        return contextlib.nullcontext()
+    may_fuse = InductorChoices.can_fuse_horizontal
+
+    def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, score: int) -> bool:
+        first, second = _parts_of(one), _parts_of(other)
+        if first and second and first != second:
+            return False
+        return may_fuse(scheduler, one, other, score)
+
+    return mock.patch.object(
+        InductorChoices, "can_fuse_horizontal", staticmethod(can_fuse_horizontal)
+    )
+
+
+def _parts_of(node: Any) -> set[int]:
+    """Return the parts that a node of Inductor's schedule computes."""
+    return {
+        origin.meta[PART]
+        for each in node.get_nodes()
+        if each.node is not None
+        for origin in each.node.get_origins()
+        if PART in origin.meta
+    }
 
 
 # Inductor runs these in place, or in a copy of the operand.

@@ -179,6 +179,8 @@ class _Trace:
             and self.called is None
             and tx.output.current_tracer.parent is None
             and not is_in_transform(tx)
+            # Guards tell what was there before the trace, not what it has set since.
+            and not tx.output.side_effects.mutated_sources
             and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
             and _is_one_of_several(tx, layer)

@@ -1,4 +1,4 @@
-"""Reads and sets private attributes of torch's ops, tensors, nodes, modules,
+"""Reads and sets private attributes of torch's ops, tensors, graphs, modules,
 optimizers.
 
 In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
@@ -7,7 +7,7 @@ In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,19 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def calls_where(graph: fx.Graph, holds: Callable[[Any], bool]) -> list[fx.Node]:
+    """Return the calls of functions for whose targets ``holds`` is true, in order; it
+    is asked once for each target."""
+    table = graph._find_nodes_lookup_table.table
+    calls = [
+        node
+        for (op, target), nodes in table.items()
+        if op == "call_function" and nodes and holds(target)
+        for node in nodes
+    ]
+    return sorted(calls)
 
 
 def rename(node: fx.Node, name: str) -> None:
@@ -183,3 +196,12 @@ def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
 def load_kernel(kernel: Any) -> None:
     """Load a compiled Triton kernel onto the current device."""
     kernel._init_handles()
+
+
+# Cycles of a GPU in a second, about.
+CYCLES = 2e9
+
+
+def keep_busy(seconds: float) -> None:
+    """Let the current stream wait about so long, while the host launches more."""
+    torch.cuda._sleep(int(seconds * CYCLES))

@@ -99,6 +99,26 @@ def functional_mode() -> Any:
     return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
+def modes() -> tuple[Any, ...]:
+    """Return what the meaning of ops depends on in addition to their operands; first
+    whether autograd records."""
+    sdp = torch.backends.cuda
+    autocast = (
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *autocast,
+        *(sdp.flash_sdp_enabled(), sdp.math_sdp_enabled()),
+        *(sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+    )
+
+
 def tokens() -> dict[Any, Any]:
     """Return the tokens of the effects that were kept in order so far."""
     mode = functional_mode()

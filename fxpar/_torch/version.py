@@ -11,6 +11,7 @@ import functools
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,3 +37,11 @@ def versions() -> tuple[str, ...]:
     with contextlib.suppress(PackageNotFoundError):
         texts.append(version("triton"))
     return tuple(texts)
+
+
+def driver_versions() -> str:
+    """Return the versions of CUDA's driver and of NCCL, on which the speed of links
+    depends."""
+    native: Any = torch._C
+    driver = native._cuda_getDriverVersion()  # of a torch with CUDA
+    return f"driver {driver}, NCCL {torch.cuda.nccl.version()}"

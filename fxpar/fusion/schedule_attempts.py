@@ -17,8 +17,7 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.passes.order.forward_backward import regather, split_phases
-from fxpar.passes.order.phase_orders import Orders
+from fxpar.passes.order.forward_backward import Orders, regather, split_phases
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._fast import known_values
-from fxpar._torch import separate_parts
+from fxpar._torch import inductor
 from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
@@ -43,7 +43,7 @@ _NEUTRAL: dict[Any, int] = {
 # Keys of ``meta`` in a program in stages: the stage of a node
 # (``stage_kinds.StageHome``), the place where it runs (``lay_out_stages``), and its
 # part of the batch (``microbatches``).
-STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", separate_parts.PART
+STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", inductor.PART
 
 # Key of ``meta["custom"]``, which all passes keep: the region into which a schedule
 # fused the node.

@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import Builder
 from fxpar.graph.graph_bodies import body_of
 

@@ -347,6 +347,64 @@ def test_one_object_in_all_layers_but_one(other: int) -> None:
     assert_same(model, rows(), calls=[3])
 
 
+class Place:
+    """Which layer runs, as the model tells its layers."""
+
+    at, seen = 0, [0]
+
+
+def told_by_attribute(model: Stack, i: int) -> None:
+    Place.at = i
+
+
+def told_in_a_list(model: Stack, i: int) -> None:
+    Place.seen[0] = i
+
+
+def told_by_a_global(model: Stack, i: int) -> None:
+    global PLACE
+    PLACE = i
+
+
+def told_by_the_layer(model: Stack, i: int) -> None:
+    model.layers[i].scale = float(i)  # type: ignore[assignment]
+
+
+def told_by_its_mode(model: Stack, i: int) -> None:
+    model.layers[i].train(i % 2 == 0)
+
+
+PLACE = 0
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        *(told_by_attribute, told_in_a_list, told_by_a_global),
+        *(told_by_the_layer, told_by_its_mode),
+    ],
+)
+def test_what_the_model_sets_between_its_layers(
+    tell: Callable[[Stack, int], None],
+) -> None:
+    """Guards on a layer hold for what was there before the call."""
+
+    class Told(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            told = Place.at + Place.seen[0] + PLACE + self.training
+            return super().forward(x, mask) * (1 + told)
+
+    class Telling(Stack):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:
+            x = x * self.first
+            for i, layer in enumerate(self.layers):
+                tell(self, i)
+                x = layer(x, **how)
+            return x.square().mean()
+
+    assert_same(Telling(Told), rows(), calls=[])
+
+
 def test_modes_in_which_layers_are_called() -> None:
     class Of(Stack):
         def forward(self, x: Tensor, **how: Any) -> Tensor:

@@ -7,7 +7,7 @@ from torch import fx
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.passes.order.copy_into_buckets import LEAST, copy_into_buckets
+from fxpar.passes.order.bucket_collectives import LEAST, copy_into_buckets
 
 aten = torch.ops.aten
 

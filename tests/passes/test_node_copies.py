@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar._torch import node_copies
 from fxpar._torch.dynamo import copy_graph
-from fxpar._torch.nodes_by_target import calls_where
-from fxpar._torch.objects import memory_of
+from fxpar._torch.objects import calls_where, memory_of
 from fxpar._torch.traced_values import alias_of, new_fake
 
 

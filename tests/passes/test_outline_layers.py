@@ -18,9 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxpar
 from fxpar import _torch
 from fxpar.features.stages import sums_of_parts
-from fxpar.passes.order import layer_segments
-from fxpar.passes.order.layer_segments import LEAST_CALLS
-from fxpar.passes.order.outline_layers import INVOKE, outline_layers
+from fxpar.passes.order import outline_layers as outlining
+from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
@@ -353,7 +352,7 @@ def test_a_reduction_that_starts_in_a_layer_starts_right_behind_it(
         sizes = [node.args[0].meta["val"].shape[0] for node in starts]
         code = code_of(module.graph, monkeypatch, module)
         never = mock.Mock(return_value=False)
-        with mock.patch.object(layer_segments, "_can_start_later", never):
+        with mock.patch.object(outlining, "_can_start_later", never):
             cut = outlined(of_buckets(group, SIZES, hops=hops), *feeds(8))
     assert calls(module) == ["layer0"] * 7  # each from middle to middle
     assert len(calls(cut)) < 7
@@ -418,7 +417,7 @@ def test_sums_over_microbatches_are_added_behind_layers(
     sums_of_parts.register_lowering()
     code = code_of(summed.graph, monkeypatch, summed)
     assert code.count("torch.ops.aten.add_.Tensor(") == 5
-    with mock.patch.object(layer_segments, "SUMS", set()):
+    with mock.patch.object(outlining, "SUMS", set()):
         cut = outlined(of_parts(True), *feeds(5))
     assert len(calls(cut)) > 10
 

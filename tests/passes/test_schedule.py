@@ -20,8 +20,9 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.order.forward_backward import (
+    Orders,
     PhasedGraph,
-    phases_as_run,
+    as_run,
     split_phases,
 )
 from fxpar.passes.order.order_collectives import (
@@ -31,7 +32,6 @@ from fxpar.passes.order.order_collectives import (
     prefetch,
     schedule,
 )
-from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import (
     COUNT,
@@ -516,7 +516,7 @@ def test_more_ahead_is_another_order_where_a_gather_could_start_earlier(
 def check_orders(parts: PhasedGraph, settings: Sequence[Settings]) -> int:
     """Settings are of one order if and only if they give one program; how many."""
     orders = Orders(parts)
-    pairs = {(orders.of(s), str(phases_as_run(parts, settings=s))) for s in settings}
+    pairs = {(orders.of(s), str(as_run(parts.graph, settings=s))) for s in settings}
     count = len({order for order, _ in pairs})
     assert len(pairs) == count == len({text for _, text in pairs})
     return count

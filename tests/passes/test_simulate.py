@@ -33,9 +33,12 @@ from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order import forward_backward
-from fxpar.passes.order.forward_backward import as_run, phases_as_run, split_phases
+from fxpar.passes.order.forward_backward import (
+    Orders,
+    as_run,
+    split_phases,
+)
 from fxpar.passes.order.order_collectives import Settings
-from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader, launches_of
 from fxpar.passes.simulate.simulate_step import (
     Simulation,
@@ -808,7 +811,7 @@ def test_launches_of_phases_are_those_of_both_in_one_graph():
                 simulate(parts.graph, machine().on(MESH), machine(), launches=each)
                 for each in (launches, again)
             ]
-            whole = phases_as_run(parts, settings=settings)
+            whole = as_run(parts.graph, settings=settings)
             together = simulate(whole, machine().on(MESH), machine())
             for step in apart:
                 assert [replace(e, name="", of=None) for e in step.events] == [

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar._fast import switch
-from fxpar._fast.python_frames import in_one_block
+from fxpar._fast.python_memory import in_one_block
 from fxpar._torch import aot, dynamo
 from tests.helpers.patched import needs_patches
 from tests.helpers.spawn import shared_pool

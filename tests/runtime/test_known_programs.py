@@ -181,7 +181,7 @@ class _Model(nn.Module):
         return (self.two(torch.relu(self.one(x))) ** 2).mean()
 
 
-def started(folders: list[str]) -> dict[str, Any]:
+def started(folders: list[str], **asked: Any) -> dict[str, Any]:
     """A start of the program: its loss and gradients, and what was found of it."""
     from torch._dynamo.utils import counters
 
@@ -195,7 +195,7 @@ def started(folders: list[str]) -> dict[str, Any]:
         torch.manual_seed(0)
         model = _Model().double()
         x = torch.randn(8, 16, dtype=torch.double)
-        options = {"mesh": "dp=2", "plan": "propagate"}
+        options = {"mesh": "dp=2", "plan": "propagate", **asked}
         program = torch.compile(model, backend="fxpar", options=options)
         loss = program(x)
         loss.backward()
@@ -243,6 +243,20 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     again = pool.run(started, folders[:1] * 2, timeout=600.0)
     assert [[each["planned"], each["hits"]] for each in again] == [[1, 0], [0, 1]]
     assert all(each["apart"] < 1e-12 for each in again)
+
+
+def started_on_parts(folders: list[str]) -> dict[str, Any]:
+    return started(folders, inputs="local")
+
+
+@pytest.mark.multiprocess
+def test_each_place_finds_the_program_that_it_kept(folders: list[str]) -> None:
+    """Ranks that are fed parts of a batch run programs of their own."""
+    pool = shared_pool(2)
+    for expected in ([1, 0], [0, 1]):
+        starts = pool.run(started_on_parts, folders[:1] * 2, timeout=600.0)
+        assert all(each["apart"] < 1e-12 for each in starts)
+        assert [[each["planned"], each["hits"]] for each in starts] == [expected] * 2
 
 
 @pytest.mark.multiprocess

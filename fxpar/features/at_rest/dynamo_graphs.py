@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
-from fxpar._torch.segment_kinds import SegmentKind
+from fxpar._torch.traced_once import SegmentKind
 from fxpar.config import Options
 from fxpar.errors import PlanError
 from fxpar.features.at_rest.crossings import layout_of

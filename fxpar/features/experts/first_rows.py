@@ -27,7 +27,7 @@ from fxpar import _torch
 from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.graph.builder import Builder, copy_of, shape_of
 from fxpar.graph.exact_ops import RETURN, SEND
-from fxpar.passes.order.layer_segments import FIRST_ROWS, is_of_first_rows
+from fxpar.passes.order.outline_layers import FIRST_ROWS, is_of_first_rows
 from fxpar.passes.row_wise import row_call, row_result, rows_read
 
 aten = torch.ops.aten

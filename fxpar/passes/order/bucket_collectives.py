@@ -4,12 +4,14 @@ In: the bound graph of a forward or a backward, and the names of the collectives
 bucket (``joinable_collectives`` chooses them). Out: the same graph, in place; small
 all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
 joined: their operands are copied into one tensor, which one collective moves, and its
-result is split again. Never chooses what to join.
+result is split again. ``copy_into_buckets`` does that copy by one call of torch where
+the values are in memory already. Never: a value changes.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +19,11 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import register_joins
 from fxpar.passes.order.joinable_collectives import is_cheap
+from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.passes.order.sink_waits import WAIT
+from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -38,7 +43,7 @@ def join_buckets(
     nodes = {node.name: node for node in graph.nodes if node.name in names}
     for bucket in buckets:
         members = [nodes[name] for name in bucket]
-        _JOIN[members[0].target](rewriter, members)
+        _join(rewriter, members)
         for member in members:
             graph.erase_node(member)
     for node in reversed(graph.nodes):
@@ -46,11 +51,6 @@ def join_buckets(
             graph.erase_node(node)
     if names:
         _sort(graph)
-
-
-def _wait_of(node: fx.Node) -> fx.Node:
-    (wait,) = node.users
-    return wait
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _split_result(
             layout = torch.contiguous_format
             part = rewriter.call(aten.clone.default, part, memory_format=layout)
         at += width
-        rewriter.replace(_wait_of(member), part)
+        (wait,) = member.users
+        rewriter.replace(wait, part)
         for reader in list(part.users) if rows == 1 else ():  # no copy
             if op_facts_of(reader.target).reshapes:
                 other = list(reader.meta["val"].shape)
@@ -129,17 +130,22 @@ def _split_result(
                     reader.target, reader.args = aten.reshape.default, (piece, other)
 
 
-def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """Join gathers: each rank sends one row, and the result has a row per rank."""
-    first = members[0]
-    _, count, group = first.args
-    with rewriter.before(first):
-        for member in members:
-            _hoist(member.args[0], first)
-        row = _flat(rewriter, [m.args[0] for m in members], 1)
-        bucket_gather = rewriter.call(_GATHER, row, count, group)
-        whole = rewriter.call(WAIT, bucket_gather)
-        _split_result(rewriter, whole, count, members)
+def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
+    """Replace collectives by one, with its wait. A gather takes one row of each rank,
+    and gives a row per rank; a reduce-scatter takes a row per rank, and gives one; an
+    all-reduce takes and gives one. Reductions are joined where the last of them is,
+    gathers, whose operands come from inputs, where the first is."""
+    kind = members[0].target
+    place = members[0] if kind is _GATHER else members[-1]
+    ranks = 1 if kind is _REDUCE else place.args[-2]
+    with rewriter.before(place):
+        if kind is _GATHER:
+            for member in members:
+                _hoist(member.args[0], place)
+        rows = ranks if kind is _SCATTER else 1
+        bucket = _flat(rewriter, [m.args[0] for m in members], rows)
+        wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
+        _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
@@ -149,33 +155,6 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
     for read in node.all_input_nodes:
         _hoist(read, before)
     before.prepend(node)
-
-
-def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    """Join reduce-scatters: the operand has a row per rank, the result is one row."""
-    last = members[-1]
-    _, op, count, group = last.args
-    with rewriter.before(last):
-        rows = _flat(rewriter, [m.args[0] for m in members], count)
-        bucket_scatter = rewriter.call(_SCATTER, rows, op, count, group)
-        mine = rewriter.call(WAIT, bucket_scatter)
-        _split_result(rewriter, mine, 1, members)
-
-
-def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
-    last = members[-1]
-    with rewriter.before(last):
-        row = _flat(rewriter, [m.args[0] for m in members], 1)
-        bucket_reduce = rewriter.call(_REDUCE, row, *last.args[1:])
-        whole = rewriter.call(WAIT, bucket_reduce)
-        _split_result(rewriter, whole, 1, members)
-
-
-_JOIN = {
-    _GATHER: _join_gathers,
-    _SCATTER: _join_scatters,
-    _REDUCE: _join_reductions,
-}
 
 
 def _sort(graph: fx.Graph) -> None:
@@ -198,3 +177,30 @@ def _sort(graph: fx.Graph) -> None:
                 output.prepend(node)
             placed.add(node)
             stack.extend(reversed(waiting.pop(node, [])))
+
+
+# The least number of values in memory: for fewer, loops are a few lines.
+LEAST = 8
+
+
+def copy_into_buckets(graph: fx.Graph) -> None:
+    """Let torch copy buckets most of whose parts are in memory, in place, in the graph
+    that goes to Inductor: it writes the result of an op outside of a body to its place
+    in the bucket, and generates a loop for any other value, so that its code, and the
+    C++ or Triton compiler's time, would grow with the layers of a model."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts = node.args[0] if node.args else node.kwargs["tensors"]
+        in_memory = sum(map(_is_in_memory, parts))
+        if in_memory >= LEAST and 2 * in_memory > len(parts):
+            register_joins()
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            node.target = torch.ops.fxpar.join.default
+            node.args, node.kwargs = (parts, dim), {}
+
+
+def _is_in_memory(part: fx.Node) -> bool:
+    """Return whether a part is, or is a view of, a graph input or a body's result."""
+    base = viewed(part)
+    if base.op == "placeholder":
+        return True
+    return base.target is operator.getitem and base.args[0].target is INVOKE

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.joinable_collectives import from_inputs
 from fxpar.passes.order.sink_waits import is_chunk

@@ -4,8 +4,8 @@ In: a local graph, joint or not. Out: a new graph with the same results, in whic
 are in the order of the compiled program: values that the backward needs are saved or
 recomputed in the backward, and ``schedule`` has run on both. It is for
 ``simulate_step``; the program that runs is split by AOTAutograd, from the bound graph.
-``sharding.cost.recompute`` chooses what is recomputed; ``phase_orders`` has a split
-graph in the orders of several settings. Never: ``as_run`` changes the given graph.
+``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` has a split graph in
+the orders of several settings. Never: the given graph changes.
 
 Three functions tag a graph for AOTAutograd's partitioner, in place:
 
@@ -27,8 +27,8 @@ would not take part in a second gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,14 +39,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import PLACE
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
-from fxpar.passes.order.joinable_collectives import REGATHERED
+from fxpar.passes.order.bucket_collectives import join_buckets
+from fxpar.passes.order.joinable_collectives import REGATHERED, Joinable
 from fxpar.passes.order.order_collectives import (
+    BEFORE_BUCKETS,
+    BEHIND_BUCKETS,
     DEFAULT,
+    DELAY,
     PhaseGraph,
     Settings,
+    buckets_of,
+    gathers_started,
+    prefetched,
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
@@ -137,7 +145,16 @@ def as_run(
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
-    return phases_as_run(split_phases(graph), disable=disable, settings=settings)
+    parts = split_phases(graph)
+    phases = [phase_graph(parts, i) for i in range(parts.count)]
+    for phase in phases:
+        schedule(
+            phase.graph, backward=phase.backward, disable=disable, settings=settings
+        )
+    if len(phases) == 1:
+        return phases[0].graph
+    forward, backward = (phase.graph for phase in phases)
+    return _joined(forward, backward, parts.is_gradient)
 
 
 # Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
@@ -180,24 +197,6 @@ def _memory_layout(node: fx.Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, tuple(value.shape), value.stride()
-
-
-def phases_as_run(
-    parts: PhasedGraph,
-    *,
-    disable: Collection[str] = (),
-    settings: Settings = DEFAULT,
-) -> fx.Graph:
-    """Return ``as_run`` of a graph that is split already."""
-    phases = [phase_graph(parts, i) for i in range(parts.count)]
-    for phase in phases:
-        schedule(
-            phase.graph, backward=phase.backward, disable=disable, settings=settings
-        )
-    if len(phases) == 1:
-        return phases[0].graph
-    forward, backward = (phase.graph for phase in phases)
-    return _joined(forward, backward, parts.is_gradient)
 
 
 def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
@@ -265,3 +264,72 @@ def _append(
             copies[node].meta["partitioner_tag"] = "is_backward"
     results = backward.output_node().args[0]
     return [copies[r] if isinstance(r, fx.Node) else r for r in results]
+
+
+class Orders:
+    """Orders a split graph under one settings after the other, with a cache."""
+
+    def __init__(self, parts: PhasedGraph) -> None:
+        self.parts = parts
+        self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
+
+    @property
+    def started(self) -> int:
+        """Return the number of gathers that may start ahead, the phases' largest."""
+        return max(phase.started for phase in self._phases)
+
+    def of(self, settings: Settings) -> Hashable:
+        """Return a key that is equal for settings that give the graph one order."""
+        return tuple(phase.of(settings) for phase in self._phases)
+
+    def as_run(self, settings: Settings) -> PhasesAsRun:
+        """Return the phases in the order of settings."""
+        graphs = [phase.graph(settings) for phase in self._phases]
+        return PhasesAsRun(tuple(graphs), self.parts.is_gradient)
+
+
+class _PhaseOrders:
+    """Orders one phase. ``started``: number of gathers that may start ahead."""
+
+    def __init__(self, parts: PhasedGraph, i: int) -> None:
+        self._parts, self._i = parts, i
+        inputs = (*parts.inputs, *parts.saved) if i else parts.inputs
+        self.started = gathers_started((parts.forward, parts.backward)[i], inputs)
+        self._ordered: dict[Hashable, fx.Graph] = {}
+        first = self._fresh(DEFAULT)
+        self._first: PhaseGraph | None = first
+        self._joinable = (
+            Joinable.of(first.graph, reductions=first.backward)
+            if first.waits
+            else Joinable(())
+        )
+
+    def _fresh(self, settings: Settings) -> PhaseGraph:
+        """Return a copy of the phase after the passes before "bucket"."""
+        phase = phase_graph(self._parts, self._i, settings)
+        for row in BEFORE_BUCKETS:
+            row.run(phase.graph, phase)
+        return phase
+
+    def of(self, settings: Settings) -> Hashable:
+        """Return a key that is equal for settings that give the phase one order."""
+        ahead = prefetched(settings.ahead, self.started)
+        return ahead, buckets_of(self._joinable, settings)
+
+    def graph(self, settings: Settings) -> fx.Graph:
+        """Return the phase in the order of settings; it must not be changed."""
+        order = self.of(settings)
+        if order not in self._ordered:
+            self._ordered[order] = self._order(settings)
+        return self._ordered[order]
+
+    def _order(self, settings: Settings) -> fx.Graph:
+        """Return an ordered copy; the first call uses the copy made in ``__init__``."""
+        first, self._first = self._first, None
+        phase = replace(first, settings=settings) if first else self._fresh(settings)
+        if phase.waits:
+            buckets = buckets_of(self._joinable, settings)
+            join_buckets(phase.graph, phase.build, buckets)
+        for row in (*BEHIND_BUCKETS, DELAY):
+            row.run(phase.graph, phase)
+        return phase.graph

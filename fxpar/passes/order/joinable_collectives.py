@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar.graph.builder import custom_of, region_of
 from fxpar.layers import numbered, rows_of_layers
-from fxpar.passes.order.layer_segments import LEAST_CALLS
+from fxpar.passes.order.outline_layers import LEAST_CALLS
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.op_facts import op_facts_of

@@ -209,7 +209,7 @@ def gather_before_messages(graph: fx.Graph) -> None:
 
 def _messages(graph: fx.Graph) -> list[fx.Node]:
     """Return the messages between stages, in order."""
-    return _torch.nodes_by_target.calls_where(graph, MESSAGES.__contains__)
+    return _torch.objects.calls_where(graph, MESSAGES.__contains__)
 
 
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.node_copies import copy_node
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.sink_waits import is_chunk
 from fxpar.sharding.cost.op import viewed
@@ -77,18 +77,15 @@ def _copy_operands(
     copies: dict[fx.Node, fx.Node],
 ) -> None:
     """Insert copies of the recomputed nodes that a node depends on before it."""
-    stack = [n for n in reader.all_input_nodes if n in recomputed and n not in copies]
+    missing, stack = set[fx.Node](), [reader]
     while stack:
-        node = stack[-1]
-        missing = [
-            n for n in node.all_input_nodes if n in recomputed and n not in copies
-        ]
-        if missing:
-            stack += missing
-            continue
-        if stack.pop() in copies:
-            continue
-        with graph.inserting_before(reader):
+        reads = set(stack.pop().all_input_nodes) & recomputed
+        new = reads - missing - copies.keys()
+        missing |= new
+        stack += new
+    with graph.inserting_before(reader):
+        for node in sorted(missing):
             operands = {n: copies.get(n, n) for n in node.all_input_nodes}
             copies[node] = copy = copy_node(graph, node, operands.__getitem__)
-        copy.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE: "backward"}
+            custom = node.meta.get("custom") or {}
+            copy.meta["custom"] = {**custom, PHASE: "backward"}

@@ -60,7 +60,7 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes that write to a memory, by the node that allocates it."""
     out: dict[fx.Node, list[fx.Node]] = {}
-    for node in _torch.nodes_by_target.calls_where(graph, _is_write):
+    for node in _torch.objects.calls_where(graph, _is_write):
         for read in node.all_input_nodes:
             out.setdefault(viewed(read), []).append(node)
     return out

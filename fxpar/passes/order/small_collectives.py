@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import custom_of, region_of
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.joinable_collectives import LARGEST, from_inputs
@@ -44,13 +44,13 @@ def start_first(graph: fx.Graph) -> None:
     if not collectives or _has_messages(graph):
         return
     placed_by_prefetch = from_inputs(graph, through={*KINDS, WAIT})
-    sources = _LightSources(graph)
+    sources = _light_sources(graph)
     started: dict[fx.Node, None] = {}
     room = ROOM
     for node in collectives:
         if not _can_start(node) or node in placed_by_prefetch:
             continue
-        if not all(map(sources.has, node.all_input_nodes)):
+        if not sources.issuperset(node.all_input_nodes):
             continue
         moved = dict.fromkeys(needed(node))
         held = {viewed(n) for n in moved if not moved.keys() >= n.users.keys()}
@@ -172,33 +172,16 @@ def _is_light_work(node: fx.Node) -> bool:
     return is_pure(node) and not is_contraction(node.target)
 
 
-class _LightSources:
-    """Finds nodes computed from graph inputs by light ops, before any write."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._write = min(calls_where(graph, _is_write), default=None)
-        self._is_light: dict[fx.Node, bool] = {}
-
-    def has(self, node: fx.Node) -> bool:
-        """Return whether a node is one of these."""
-        pending = [node]
-        while pending:
-            last = pending[-1]
-            if last in self._is_light:
-                pending.pop()
-            elif self._write is not None and not last < self._write:
-                self._is_light[last] = False
-            elif last.op in _INPUTS:
-                self._is_light[last] = True
-            elif not _is_light_work(last):
-                self._is_light[last] = False
-            else:
-                reads = [r for r in last.all_input_nodes if not self._is_light.get(r)]
-                if any(read in self._is_light for read in reads) or not reads:
-                    self._is_light[last] = not reads
-                else:
-                    pending.append(reads[0])
-        return self._is_light[node]
+def _light_sources(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes computed from graph inputs by light ops, before any write."""
+    light = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_write(node.target):
+            break
+        is_light = node.op in _INPUTS or _is_light_work(node)
+        if is_light and light.issuperset(node.all_input_nodes):
+            light.add(node)
+    return light
 
 
 def _is_write(target: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.nodes_by_target import calls_where
+from fxpar._torch.objects import calls_where
 from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder, copy_of, value_of
 from fxpar.graph.graph_bodies import bodies_of, body_of, module_of, new_body

@@ -101,7 +101,7 @@ def _place() -> str:
 
 def _facts(size: int) -> list[Any]:
     """Return what the speed of links depends on."""
-    versions = _torch.cuda.versions(), torch.__version__
+    versions = _torch.version.driver_versions(), torch.__version__
     local = os.environ.get("LOCAL_WORLD_SIZE")
     return [torch.cuda.get_device_name(), size, local, *versions]
 

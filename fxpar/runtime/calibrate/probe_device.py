@@ -168,7 +168,7 @@ class Probe:
         if ahead:
             begin = time.perf_counter()
             fn()
-            _torch.cuda.keep_busy(2 * calls * (time.perf_counter() - begin))
+            _torch.objects.keep_busy(2 * calls * (time.perf_counter() - begin))
         start.record()
         for _ in range(calls):
             fn()

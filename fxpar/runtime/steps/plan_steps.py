@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar import _torch
-from fxpar._fast.old_objects import old_objects_kept
+from fxpar._fast.python_memory import old_objects_kept
 from fxpar.errors import (
     PlanError,
     warn,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fxpar._fast.old_objects import OF_PYTHON, old_objects_kept
+from fxpar._fast.python_memory import OF_PYTHON, old_objects_kept
 from tests.helpers.patched import needs_patches
 
 pytestmark = needs_patches
