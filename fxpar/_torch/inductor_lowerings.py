@@ -101,6 +101,22 @@ def lower_as_call(op: OpOverload, runs: OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(call)
 
 
+def lower_as_copy(op: OpOverload) -> None:
+    """Let Inductor compute copies of numbers, made by ``op``, in memory of their own;
+    larger copies are calls of the op."""
+    from torch._inductor import lowering
+
+    call = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    @lowering.register_lowering(op, type_promotion_kind=None)
+    def lower(x: Any) -> Any:
+        if x.get_size():
+            return call(x)
+        copy = lowering.clone(x)
+        copy.realize()
+        return copy
+
+
 def lower_own_shard(
     part: OpOverload, place: OpOverload, count: Callable[[str, str], int], module: str
 ) -> None:

@@ -268,6 +268,12 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@functools.cache
+def register_copies() -> None:
+    """Register Inductor's lowering of ``fxpar::kept``; called where one is added."""
+    _torch.inductor_lowerings.lower_as_copy(torch.ops.fxpar.kept.default)
+
+
 # The two crossings between one rank's shard and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are

@@ -19,7 +19,7 @@ from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._inductor import dependencies
 from torch._inductor.scheduler import SchedulerNode
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import schedules
@@ -31,10 +31,12 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
+from fxpar import _torch
 from fxpar._torch import aot, decompositions
 from tests.helpers.spawn import Pool, shared_pool
 from tests.helpers.training import whole
@@ -372,3 +374,39 @@ def test_inductor_forgets_writes_where_it_loops_anew() -> None:
     node.set_read_writes = mock.Mock()
     node.recompute_size_and_body()
     node.set_read_writes.assert_not_called()
+
+
+def decayed(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return x * (1 - 0.9**count)
+
+
+def powers_in_loops(compiled: Any) -> int:
+    """How many powers stand in a loop of the C++ that a call of ``compiled`` makes."""
+    x, count = torch.randn(256, 512), torch.tensor(3.0)
+    y, codes = run_and_get_code(compiled, x, count)
+    torch.testing.assert_close(y, decayed(x, count))
+    loops = [code.partition("for(")[2] for code in codes]
+    return sum(loop.count("std::pow(") for loop in loops)
+
+
+def test_a_number_is_computed_once() -> None:
+    def compiled(*inputs: torch.Tensor) -> torch.Tensor:
+        table = _torch.inductor.decompositions()
+        gm = make_fx(
+            lambda *xs: (decayed(*xs),),
+            tracing_mode="fake",
+            decomposition_table=table,
+        )(*inputs)
+        fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        (y,) = _torch.inductor.compile_inner(gm, fakes)(list(inputs))
+        return y
+
+    with fresh_cache():
+        assert powers_in_loops(compiled) == 0
+
+
+def test_inductor_computes_a_number_for_each_vector() -> None:
+    """If this fails, torch is mended, and ``_compute_scalars_once`` can go."""
+    torch._dynamo.reset()
+    with fresh_cache():
+        assert powers_in_loops(torch.compile(decayed)) > 0

@@ -188,6 +188,16 @@ def test_writes_stay_between_calls() -> None:
         assert "mul_" not in str(node.target)
 
 
+def test_updates_are_in_place_outside_of_bodies() -> None:
+    def fn(*ws: Tensor) -> Any:
+        for w in ws:
+            w.copy_(layer(w.view(4, 16), w).view(8, 8))
+        return (ws[0].sum(),)
+
+    module = traced(fn, *feeds(8)[1:])
+    assert outline_layers(module.graph) == 0
+
+
 def test_bodies_give_memory_of_their_own() -> None:
     def fn(x: Tensor, *ws: Tensor) -> Any:
         saved = []

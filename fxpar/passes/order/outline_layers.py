@@ -78,13 +78,25 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
         kinds[segment.text].append(segment)
     calls = 0
     for equal_segments in kinds.values():
-        if len(equal_segments) >= LEAST_CALLS and _has_only_tensors(equal_segments[0]):
-            name = _free_name(root)
-            root.add_module(name, _body(equal_segments[0]))
-            for segment in equal_segments:
-                _call(graph, segment, name)
-            calls += len(equal_segments)
+        first = equal_segments[0]
+        if len(equal_segments) < LEAST_CALLS or not _has_only_tensors(first):
+            continue
+        if all(map(_is_update, equal_segments)):
+            continue
+        name = _free_name(root)
+        root.add_module(name, _body(first))
+        for segment in equal_segments:
+            _call(graph, segment, name)
+        calls += len(equal_segments)
     return calls
+
+
+def _is_update(segment: LayerSegment) -> bool:
+    """Return whether all results of a segment are written to memory of the outer graph:
+    those of a body would be copied there, where a kernel outside writes in place."""
+    inside = set(segment.nodes)
+    readers = (user for node in segment.nodes for user in node.users)
+    return all(user in inside or user.target is aten.copy_.default for user in readers)
 
 
 def _has_only_tensors(segment: LayerSegment) -> bool:

@@ -402,7 +402,11 @@ def test_every_op_knows_its_phase(tmp_path: Any) -> None:
 
 
 def test_generated_kernels() -> None:
-    model, want = nn.Linear(8, 4), nn.Linear(8, 4)
+    # Large enough for corrections of bias by a kernel of their own.
+    model, want = (
+        nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 4))
+        for _ in range(2)
+    )
     want.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     reference = torch.optim.AdamW(want.parameters(), 0.01)
