@@ -373,8 +373,8 @@ STUDIES = (
         "What a rank holds",
         "A Llama of 4 layers: MiB of parameters and optimizer state on a rank, and the "
         "peak of a step beyond them. `fxpar` keeps parameters whole beside DDP, and is "
-        "`fxpar.shard` else; its schedule may take 8 MiB more for larger buckets, which "
-        "tell in a model of 15 MiB.",
+        "`fxpar.shard` else; its schedule may take 8 MiB more for larger buckets, much "
+        "in a model of 15 MiB.",
         (
             Table(
                 ("memory_cpu.json",),
