@@ -3,9 +3,8 @@
 In: the kernels of a module that Inductor generated, which it hands to the compiler one
 by one when the module is loaded. Out: the same functions. Most of the time of a
 compiler's call is for headers (0.4 of 0.65 s), which kernels of one library share.
-Libraries are stored in Inductor's cache, by their text, and are found again there; a
-process that is given their places starts no compiler to ask it for its version. Never:
-a kernel with a header of its own in a library.
+Libraries are stored in Inductor's cache, by their text, and are found again there.
+Never: a kernel with a header of its own in a library.
 """
 
 from __future__ import annotations
@@ -189,41 +188,6 @@ def take_instructions(name: str) -> None:
     _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
 
 
-class LibraryPlace(NamedTuple):
-    """Says where a library is stored."""
-
-    path: str
-    key: str  # the key that Inductor knows it by
-
-
-# ``_digest`` -> a library that this process, or another rank, compiled or found.
-_LIBRARIES: dict[str, LibraryPlace] = {}
-
-
-def compiled_here() -> dict[str, Any]:
-    """Return what other ranks need not find out: vector instructions, and the places of
-    libraries of this machine in the folder of caches. As data, for ``take_compiled``.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = os.path.join(cache_dir(), "")
-    libraries = {k: x for k, x in _LIBRARIES.items() if x.path.startswith(folder)}
-    return {
-        "instructions": instructions(),
-        "machine": _machine(),
-        "libraries": libraries,
-    }
-
-
-def take_compiled(sent: Mapping[str, Any]) -> None:
-    """Take over what ``compiled_here`` gave on another rank. Its libraries are used if
-    both ranks are on one machine; ones whose file is not seen here are compiled."""
-    take_instructions(sent["instructions"])
-    if sent["machine"] == _machine():
-        places = {key: LibraryPlace(*place) for key, place in sent["libraries"].items()}
-        _LIBRARIES.update(places)
-
-
 def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
     """Return the kind of vector instructions that was taken, if this machine has it,
     else the first that works here, alone; all of ``every()`` where the user chooses
@@ -339,43 +303,22 @@ def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
         yield batch
 
 
-def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], LibraryPlace]:
+def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
     """Begin to compile a library, unless it is stored already. Return a function that
-    returns its place."""
+    returns its ``path`` and its ``key``."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     class Library(Bindings):
         @classmethod
         def _load_library_inner(cls, path: str, key: str) -> Any:
-            return SimpleNamespace(path=path)
+            return SimpleNamespace(path=path)  # torch adds its key
 
     bound = [_bound(kernel, i) for i, kernel in enumerate(kernels)]
     headers = dict.fromkeys([_PREFIX, *_INCLUDE.findall(Bindings.suffix_template)])
     macro = "#define PY_SSIZE_T_CLEAN"  # comes before the headers
     text = "\n".join([macro, *map(str.strip, headers), *bound])
-    place = _LIBRARIES.get(_digest(text))
-    if place is not None and os.path.exists(place.path):
-        return lambda: place
-    compiled = Library.load_async(text, submit_fn=submit)
-
-    def ended() -> LibraryPlace:
-        library = compiled()
-        # By now it is known for which instructions.
-        place = _LIBRARIES[_digest(text)] = LibraryPlace(library.path, library.key)
-        return place
-
-    return ended
-
-
-def _digest(text: str) -> str:
-    """Return a digest of a library's text and of all settings by which it is
-    compiled."""
-    from torch._inductor import config
-
-    parts = ("cpp.", "aot_inductor.")
-    chosen = [x for x in config.get_config_copy().items() if x[0].startswith(parts)]
-    how = sorted(chosen, key=lambda setting: setting[0]), instructions()
-    return sha256(f"{how}\n{text}".encode()).hexdigest()
+    compiled: Callable[[], Any] = Library.load_async(text, submit_fn=submit)
+    return compiled
 
 
 def _bound(kernel: CppKernel, i: int) -> str:
@@ -396,7 +339,7 @@ def _bound(kernel: CppKernel, i: int) -> str:
     return f"namespace of_{name} {{\n{source}\n{binding}\n}}"
 
 
-def _function(library: LibraryPlace, i: int) -> Callable[..., Any]:
+def _function(library: Any, i: int) -> Callable[..., Any]:
     """Return a function of a library: each is a module of Python in the same file."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 

@@ -314,6 +314,17 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return sources
 
 
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes, and all nodes that are computed from them."""
+    results = set(nodes)
+    stack = list(results)
+    while stack:
+        new = stack.pop().users.keys() - results
+        results |= new
+        stack += new
+    return results
+
+
 def phase_of(node: fx.Node) -> str | None:
     """Return the phase of a node of a training step: "forward", "backward" or "update";
     None elsewhere."""

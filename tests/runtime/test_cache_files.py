@@ -19,11 +19,10 @@ import torch
 
 import fxpar
 from fxpar import cache_files
-from fxpar._fast import cpp_kernels
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import autotune, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
-from fxpar.runtime.caches.received_files import checked_key, take_kernels
+from fxpar.runtime.caches.received_files import checked_key
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64
@@ -169,30 +168,6 @@ def test_torchs_own_keys_have_it() -> None:
         key = kind + codecache.sha256_hash(b"content")
         assert checked_key(key) == key
     assert checked_key(codecache.code_hash("code"))
-
-
-def test_libraries_of_others_lie_in_the_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: dict[str, Any] = {}
-    monkeypatch.setattr(cpp_kernels, "_LIBRARIES", taken)
-    told = cpp_kernels.compiled_here()
-    key, own, foreign = "cabcdefg", str(folder.parent / "a.so"), str(tmp_path / "b.so")
-    link = folder.parent / "link.so"
-    folder.mkdir(parents=True)
-    link.symlink_to(foreign)
-    for path in (foreign, f"{folder}/../../b.so", str(link)):
-        libraries = {"one": [path, key]}
-        with pytest.raises(RankMismatchError, match="is not below"):
-            take_kernels(told | {"libraries": libraries}, is_folder_shared=True)
-        # A rank with a folder of its own is no fault, and shares nothing.
-        take_kernels(told | {"libraries": libraries}, is_folder_shared=False)
-        assert not taken
-    libraries = {"one": [own, "../key"]}
-    with pytest.raises(RankMismatchError, match="not a key"):
-        take_kernels(told | {"libraries": libraries}, is_folder_shared=True)
-    take_kernels(told | {"libraries": {"one": [own, key]}}, is_folder_shared=True)
-    assert taken == {"one": (own, key)}
 
 
 def test_kernels_run_the_text_that_was_compared(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import threading
 import time
@@ -201,50 +200,3 @@ def test_instructions_are_tried_once(tmp_path, monkeypatch) -> None:
         assert isa._probe_load(f"{tmp_path}/fails")
     assert len(tried) == 4
     assert VecISA._probe_load is probe
-
-
-def test_what_another_rank_compiled_needs_no_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
-    monkeypatch.setattr(cpp_kernels, "_LIBRARIES", {})
-    texts = [source(f"{n} + 13 * in_ptr0[x0]") for n in (1, 2)]
-    with kernels_in_libraries():
-        loaded(*texts)
-    told = json.loads(json.dumps(cpp_kernels.compiled_here()))
-    assert len(told["libraries"]) == 1
-
-    def asked(*_: Any, **__: Any) -> None:
-        raise AssertionError("Inductor looks for the library")
-
-    x, out = torch.tensor([4.0]), torch.zeros(1)
-    with monkeypatch.context() as other_rank:
-        other_rank.setattr(cpp_kernels, "_LIBRARIES", {})
-        bindings = codecache.CppPythonBindingsCodeCache
-        other_rank.setattr(bindings, "load_async", asked)
-        cpp_kernels.take_compiled(told | {"machine": "another"})
-        with pytest.raises(AssertionError, match="looks for"), kernels_in_libraries():
-            loaded(*texts)
-        cpp_kernels.take_compiled(told)
-        with kernels_in_libraries():
-            module = loaded(*texts)
-        for n, function in enumerate(module.values()):
-            function(x, out, 1)
-            assert out.item() == n + 53
-        # Other text, another way to compile, or a file that is gone.
-        other_way = torch._inductor.config.patch(
-            {"cpp.enable_unsafe_math_opt_flag": True}
-        )
-        with pytest.raises(AssertionError, match="looks for"), kernels_in_libraries():
-            loaded(*reversed(texts))
-        with (
-            pytest.raises(AssertionError, match="looks for"),
-            other_way,
-            kernels_in_libraries(),
-        ):
-            loaded(*texts)
-        ((key, (_, name)),) = told["libraries"].items()
-        gone = told | {"libraries": {key: ["/nowhere", name]}}
-        cpp_kernels.take_compiled(gone)
-        with pytest.raises(AssertionError, match="looks for"), kernels_in_libraries():
-            loaded(*texts)

@@ -27,7 +27,7 @@ from fxpar.passes.order.outline_layers import LEAST_CALLS
 from fxpar.passes.order.sink_waits import WAIT, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import phase_of
+from fxpar.sharding.program import descendants, phase_of
 
 c10d = torch.ops._c10d_functional
 
@@ -271,14 +271,9 @@ def _reductions_before(
 ) -> dict[fx.Node, frozenset[str]]:
     """Return the names of the reductions that each node depends on, if any."""
     waits = {u: n for n in reductions for u in n.users if u.target is WAIT}
-    after_waits, pending = set(waits), list(waits)
-    while pending:
-        new = [user for user in pending.pop().users if user not in after_waits]
-        after_waits.update(new)
-        pending += new
     none = frozenset[str]()
     out: dict[fx.Node, frozenset[str]] = {}
-    for node in sorted(after_waits):
+    for node in sorted(descendants(waits)):
         own = (waits[node].name,) if node in waits else ()
         out[node] = none.union(own, *(out.get(r, none) for r in node.all_input_nodes))
     return out

@@ -31,7 +31,7 @@ from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink
 from fxpar.passes.simulate.launches import KINDS
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import phase_of
+from fxpar.sharding.program import ancestors, descendants, phase_of
 
 # Bytes that may be held for longer, in all.
 ROOM = 1 << 20
@@ -59,14 +59,10 @@ def start_first(graph: fx.Graph) -> None:
         if size <= room:
             room -= size
             started.update(moved)
-    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
-    if not started or first is None:
-        return
-    with graph.inserting_before(first):
-        anchor = graph.call_function(_begin)
+    others = (n for n in graph.nodes if n.op != "placeholder" and n not in started)
+    first = next(others)  # the output at the latest
     for node in sorted(started):
-        anchor.prepend(node)
-    graph.erase_node(anchor)
+        first.prepend(node)
 
 
 def wait_last(graph: fx.Graph) -> None:
@@ -75,12 +71,7 @@ def wait_last(graph: fx.Graph) -> None:
     results = graph.output_node().all_input_nodes
     if _has_messages(graph) or not any(map(_is_one, results)):
         return
-    waited = set(graph.find_nodes(op="call_function", target=WAIT))
-    pending = list(waited)
-    while pending:
-        new = [user for user in pending.pop().users if user not in waited]
-        waited.update(new)
-        pending += new
+    waited = descendants(graph.find_nodes(op="call_function", target=WAIT))
     last: set[fx.Node] = set()
     room = ROOM
     for node in sorted(waited, reverse=True):
@@ -97,14 +88,7 @@ def wait_last(graph: fx.Graph) -> None:
 def needed(node: fx.Node) -> list[fx.Node]:
     """Return ``node`` and the nodes it is computed from, without placeholders, in
     order."""
-    sources: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        read = stack.pop()
-        if read.op != "placeholder" and read not in sources:
-            sources.add(read)
-            stack += read.all_input_nodes
-    return sorted(sources)
+    return sorted(n for n in ancestors([node]) if n.op != "placeholder")
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -127,10 +111,6 @@ _STARTED = ("all_gather", "reduce_scatter", "all_reduce")
 
 # Kinds of nodes that need no work.
 _INPUTS = ("placeholder", "get_attr")
-
-
-def _begin() -> None:
-    """Mark the place where work begins, while nodes are moved there; never run."""
 
 
 def _has_messages(graph: fx.Graph) -> bool:

@@ -27,7 +27,7 @@ from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
-from fxpar.runtime.caches.received_files import checked_key, take_kernels
+from fxpar.runtime.caches.received_files import checked_key
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
 from fxpar.runtime.ranks.patience import Patience, timeout
@@ -131,7 +131,7 @@ def _compile_for_others(
         "folder": folders[channel.rank],
         "parts": parts,
         "key": entry and entry[0],
-        "kernels": cpp_kernels.compiled_here(),
+        "instructions": cpp_kernels.instructions(),
     }
     channel.store.set(f"{key}/done", json.dumps(outcome))
     return compiled
@@ -154,8 +154,8 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
             f"rank {leader} failed to compile {what}:\n{message['failed']}",
             fix="see the error of that rank: this one only stopped because of it",
         )
+    cpp_kernels.take_instructions(message["instructions"])
     is_folder_shared = message["folder"] == channel.folders()[channel.rank]
-    take_kernels(message["kernels"], is_folder_shared=is_folder_shared)
     if message["parts"] and not is_folder_shared:
         cache_key = checked_key(message["key"])
         with contextlib.suppress(OSError):  # then this rank compiles

@@ -33,7 +33,6 @@ from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
-from fxpar.runtime.caches.received_files import take_kernels
 from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
 from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.ranks.groups import Ranks
@@ -199,7 +198,7 @@ class Leader:
         message: dict[str, Any] = {"shared": self.shared and not refused}
         message["launches"] = [] if refused else list(self.launches)
         message["refused"] = refused
-        message["kernels"] = cpp_kernels.compiled_here()
+        message["instructions"] = cpp_kernels.instructions()
         consensus.gather(f"{self.name} compiled on rank 0", json.dumps(message))
 
     @contextlib.contextmanager
@@ -251,7 +250,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
-    take_kernels(message["kernels"], is_folder_shared=True)  # else nobody leads
+    cpp_kernels.take_instructions(message["instructions"])
     return replace(
         program,
         shared=bool(message["shared"]),

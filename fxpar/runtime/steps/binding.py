@@ -27,7 +27,6 @@ from fxpar.graph import (
 )
 from fxpar.graph.builder import Builder, is_uneven, value_of
 from fxpar.graph.graph_bodies import all_nodes, body_of, bound_body
-from fxpar.passes import number_keys
 from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.op_by_op import op_by_op
@@ -224,7 +223,7 @@ def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
     if dtype.is_complex and launch.target in _EXCHANGES:
         return _REAL_OF[dtype] if value.device.type == "cpu" else None
     if dtype.is_floating_point and _order_of(launch):
-        return number_keys.dtype_of_keys(dtype)
+        return _KEYS.get(dtype, torch.int32)
     wider = _WIDER.get(dtype)
     return wider if wider is not None else _on_gloo(value)
 
@@ -250,14 +249,54 @@ def _convert(
     become integer keys and such keys floats."""
     have = x.meta["val"].dtype
     if have.is_floating_point and order:
-        return number_keys.keys_of(build, x, order)
-    if dtype.is_floating_point and have in number_keys.KEYS:
-        return number_keys.numbers_of(build, x, dtype)
+        return _keys_of(build, x, order)
+    if dtype.is_floating_point and have in _KEYS.values():
+        return _numbers_of(build, x, dtype)
     if have.is_complex and not dtype.is_complex:
         return build.call(_ATEN.view_as_real.default, build.call(_RESOLVED, x))
     if dtype.is_complex and not have.is_complex:
         return build.call(_ATEN.view_as_complex.default, x)
     return build.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+# Of a NaN and a number, backends return either one, depending on which comes first;
+# torch returns NaN. So a max or min over ranks is one of keys, integers with the order
+# of the floats: the bits of a float, those below the sign inverted where it is
+# negative; NaN has the most extreme key.
+#
+# Float -> the integer dtype of the same width, which backends reduce; others are cast.
+_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _keys_of(build: Builder, x: fx.Node, op: str) -> fx.Node:
+    """Return the keys of ``x`` for a reduction by max or min."""
+    keys = _KEYS.get(x.meta["val"].dtype, torch.int32)
+    limits = torch.iinfo(keys)
+    x = build.cast(x, _float_of(keys))
+    key = _turned(build, build.call(_ATEN.view.dtype, x, keys))
+    beyond = limits.max if op == "max" else limits.min
+    device = x.meta["val"].device
+    nan = build.call(_ATEN.full.default, [], beyond, dtype=keys, device=device)
+    return build.call(_ATEN.where.self, build.call(_ATEN.isnan.default, x), nan, key)
+
+
+def _numbers_of(build: Builder, keys: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return the numbers that keys encode, in this dtype."""
+    wide = _float_of(keys.meta["val"].dtype)
+    return build.cast(build.call(_ATEN.view.dtype, _turned(build, keys), wide), dtype)
+
+
+def _float_of(keys: torch.dtype) -> torch.dtype:
+    return next(wide for wide, whole in _KEYS.items() if whole == keys)
+
+
+def _turned(build: Builder, bits: fx.Node) -> fx.Node:
+    """Return the bits with those below the sign inverted in negative numbers; the
+    function is its own inverse."""
+    below_sign = torch.iinfo(bits.meta["val"].dtype).max
+    turned = build.call(_ATEN.bitwise_xor.Scalar, bits, below_sign)
+    is_negative = build.call(_ATEN.lt.Scalar, bits, 0)
+    return build.call(_ATEN.where.self, is_negative, turned, bits)
 
 
 def _permute(
