@@ -178,8 +178,3 @@ def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
     """Let an optimizer made without its constructor have these step hooks."""
     optimizer._optimizer_step_pre_hooks = hooks
     optimizer._optimizer_step_post_hooks = hooks
-
-
-def load_kernel(kernel: Any) -> None:
-    """Load a compiled Triton kernel onto the current device."""
-    kernel._init_handles()
