@@ -27,7 +27,7 @@ from fxpar.passes.order.order_collectives import (
     gathers_started,
     prefetched,
 )
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
+from fxpar.passes.simulate.launches import PhasesAsRun
 
 
 class Orders:
