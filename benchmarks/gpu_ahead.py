@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
-from fxpar.fusion.kernels import interpret, run_kernels
+from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider
@@ -99,7 +99,7 @@ def pretending(done: Callable[[Any], None], here: Here) -> Iterator[None]:
         mock.patch.object(Provider, "_follow", lambda self: None, create=True),
         mock.patch.object(Provider, "_look", lambda self: None, create=True),
         mock.patch.object(Provider, "check", lambda self: None),
-        mock.patch.object(interpret, "own", lambda x, stride, owned: x),
+        mock.patch.object(run_kernels, "own", lambda x, stride, owned: x),
         FakeTensorMode(),
     ):
         yield
@@ -146,10 +146,9 @@ def compile_part(here: Here, name: str) -> None:
 def compile_parts_of(here: Here, programs: list[RegionProgram]) -> None:
     """Kernels of programs as regions run them: by a template, and between
     collectives."""
-    from fxpar.fusion.kernels.autotune import TunedWay
-    from fxpar.fusion.kernels.implementations import GroupFacts, choose
-    from fxpar.fusion.kernels.kernel_text import kernel_of
-    from fxpar.fusion.kernels.run_fused import planned
+    from fxpar.fusion.kernels.emit import kernel_of
+    from fxpar.fusion.kernels.implementations import GroupFacts, TunedWay, choose
+    from fxpar.fusion.kernels.region_op import planned
 
     binaries: list[Any] = []
     with pretending(binaries.append, here):

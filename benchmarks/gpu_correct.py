@@ -1,5 +1,5 @@
 """Parts of ``one_gpu.py`` that check kernels in one process: epilogues, collectives
-inside kernels with streams that play ranks, matmuls with a stream that copies.
+inside kernels with streams that play ranks.
 
 Every kernel is compared with its program in a higher precision on fresh random inputs;
 what it writes begins as NaN. Nothing is timed.
@@ -12,40 +12,28 @@ from typing import Any
 
 import gpu_programs as programs
 import torch
-import triton
 from gpu_here import (
     Here,
     apart,
-    current,
-    fill,
     fork,
     load,
     meet,
     on,
-    pinned,
     poisoned,
     same,
     streams,
 )
 from gpu_programs import BF16, CASES, F32, ONLY_F32, PIECES, TINY, Case, Job, Sizes
 
-from fxpar.fusion.kernels import interpret, matmul_signals, run_fused, run_kernels
-from fxpar.fusion.kernels.matmul_kernel import (
-    BIAS,
-    Gemm,
-    Tiles,
-    call_of,
-    gemm,
-    signals_of,
-)
+from fxpar.fusion.kernels import region_op, run_kernels
 from fxpar.fusion.kernels.symmetric_memory import Provider
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels.shared_memory import virtual
 
 # Relative to the largest number: of float32 (exp, division and rsqrt are within
-# two units), of bfloat16, where a value on the way may round to its neighbour, and
-# of matmuls of it. What is shown of a check is the worst error as a share of these.
-NEAR, NEAR_BF16, NEAR_MM = 1e-5, 1e-2, 1e-2
+# two units), and of bfloat16, where a value on the way may round to its neighbour.
+# What is shown of a check is the worst error as a share of these.
+NEAR, NEAR_BF16 = 1e-5, 1e-2
 TURNS, REPEATS = 3, 100
 REPEATED = ("reduce_norm", "reduce_norm 2", "scatter_update")
 SHAPES = ((64, 4096), (37, 1000))
@@ -93,7 +81,7 @@ def epilogue(
     made = run_kernels.run(job.program, list(values.values()), job.numbers[0])
     wide, to = programs.widened(job.program, dtype)
     raised = [programs.up(x, to) for x in values.values()]
-    want = interpret.run(wide, raised, job.numbers[0])
+    want = run_kernels.interpret(wide, raised, job.numbers[0])
     worst, masks = 0.0, []
     for t, got, x in zip(job.program.outputs, made, want, strict=True):
         if t.dtype == "bool":
@@ -185,7 +173,7 @@ def prepare(
     for rank, provider in enumerate(playing):
         values = job.values(given[rank])
         numbers = job.numbers[rank]
-        ready.append(run_fused.prepared(made, values, numbers, provider))
+        ready.append(region_op.prepared(made, values, numbers, provider))
         kernel = made.kernel
         load(
             here,
@@ -246,137 +234,3 @@ def repeated(here: Here, case: Case, playing: Sequence[Provider], ours: Any) -> 
             want = first[k % 3][rank]
             bad += not all(map(lambda a, b: same(here, a, b), writes, want))
     return bad
-
-
-# Matmuls with a stream that copies.
-
-
-@triton.jit(do_not_specialize=["chunk"])
-def wait_for(flags_ptr, chunk):
-    """Ends when the flag of a chunk is up."""
-    matmul_signals.wait(flags_ptr + chunk)
-
-
-def matmuls(here: Here) -> None:
-    """Products whose chunks another stream brings or takes away."""
-    for kind, play_it in (("gather", gathered), ("scatter", scattered)):
-        errors, left, wrong = [], 0, []
-        for dtype in ("float32", "bfloat16"):
-            for ranks, rank in ((4, 1), (8, 7)):
-                m, n, k = here.pick((4096, 2048, 1024), (64, 40, 40))
-                made = small_gemm(here, kind, m, n, k, ranks, dtype)
-                error, more = play_it(here, made, m, n, k, rank, dtype)
-                limit = NEAR if dtype == "float32" else NEAR_MM
-                errors.append(error / limit)
-                left += more
-                if not error <= limit:
-                    wrong.append(f"{dtype}, rank {rank} of {ranks}: {error:.1e}")
-        note = f"{len(errors)} kernels, 3 rounds each; {left} flags left up"
-        good = not wrong and not left
-        here.check(f"matmul {kind}", good, max(errors), wrong=wrong, note=note)
-
-
-def small_gemm(
-    here: Here, kind: str, m: int, n: int, k: int, ranks: int, dtype: str
-) -> Gemm:
-    """Some multiprocessors are left for who waits or copies."""
-    tiles = here.pick(None, Tiles(16, 16, 16, 4, 1, band=2))
-    return gemm(
-        kind, m, n, k, ranks, dtype,
-        programs=max(1, here.programs - 16),
-        epilogue=BIAS,
-        tiles=tiles,
-    )  # fmt: skip
-
-
-def matrices(here: Here, m: int, n: int, k: int, dtype: str, turn: int) -> Any:
-    """A, B, a bias, and their product in a higher precision."""
-    of = getattr(torch, dtype)
-    a, b = fill(here, (m, k), of, turn), fill(here, (k, n), of, turn + 100)
-    bias = fill(here, (n,), of, turn + 200)
-    wide = torch.float64 if dtype == "float32" else F32
-    return a, b, bias, a.to(wide) @ b.to(wide) + bias.to(wide)
-
-
-def loaded(here: Here, made: Gemm, operands: Any, *rest: Any) -> None:
-    """The kernel of a matmul is compiled and loaded."""
-    function = getattr(run_kernels.module_of(made.name, made.text), made.name)
-    load(
-        here, function, (*operands, *rest), made.programs,
-        PROGRAMS=made.programs, INTERPRETED=False,
-        num_warps=made.tiles.warps, num_stages=made.tiles.stages,
-    )  # fmt: skip
-
-
-def gathered(
-    here: Here, made: Gemm, m: int, n: int, k: int, rank: int, dtype: str
-) -> tuple[float, int]:
-    """Other ranks' chunks come from the host, by a copy engine, late and in turn; the
-    flags too, so that no kernel is needed for them."""
-    flags, counts = signals_of(made, here.device)
-    (copier,) = streams(here, 1)
-    one = pinned(here, torch.ones(1, dtype=torch.int32))
-    worst, left = 0.0, 0
-    for turn in range(3):
-        a, b, bias, want = matrices(here, m, n, k, dtype, turn)
-        there = torch.full_like(a, float("nan"))
-        c = torch.full((m, n), float("nan"), dtype=a.dtype, device=here.device)
-        chunks, places = pinned(here, a).chunk(made.chunks), there.chunk(made.chunks)
-        own = a.chunk(made.chunks)[rank]
-        operands = own, there, b, c, bias
-        loaded(here, made, operands, flags, counts, rank)
-        here.sync()
-        if here.is_gpu:  # else it would wait for what comes behind it
-            call_of(made, operands, flags, counts, rank)()
-        with on(here, copier):
-            for i in range(1, made.chunks):
-                chunk = (rank + i) % made.chunks
-                places[chunk].copy_(chunks[chunk], non_blocking=True)
-                flags[chunk : chunk + 1].copy_(one, non_blocking=True)
-        if not here.is_gpu:
-            call_of(made, operands, flags, counts, rank)()
-        here.sync()
-        worst = max(worst, apart(here, c, want))
-        left += nonzero(here, flags, counts)
-    return worst, left
-
-
-def scattered(
-    here: Here, made: Gemm, m: int, n: int, k: int, rank: int, dtype: str
-) -> tuple[float, int]:
-    """Each chunk is taken away once its flag is up, the own one last."""
-    flags, counts = signals_of(made, here.device)
-    (taker,) = streams(here, 1)
-    worst, left = 0.0, 0
-    order = [(rank - 1 - i) % made.chunks for i in range(made.chunks)]
-    for turn in range(3):
-        a, b, bias, want = matrices(here, m, n, k, dtype, turn)
-        c = torch.full((m, n), float("nan"), dtype=a.dtype, device=here.device)
-        taken = pinned(here, torch.full_like(c, float("nan"), device="cpu"))
-        zero = pinned(here, torch.zeros(1, dtype=torch.int32))
-        operands = a, b, c, bias
-        loaded(here, made, operands, flags, counts, rank)
-        load(here, wait_for, (flags, 0), 1)
-        here.sync()
-        if not here.is_gpu:
-            call_of(made, operands, flags, counts, rank)()
-        with on(here, taker):
-            for chunk in order:
-                wait_for[(1,)](flags, chunk)
-                place = taken.chunk(made.chunks)[chunk]
-                place.copy_(c.chunk(made.chunks)[chunk], non_blocking=True)
-                flags[chunk : chunk + 1].copy_(zero, non_blocking=True)
-        if here.is_gpu:
-            call_of(made, operands, flags, counts, rank)()
-        here.sync()
-        current(here).wait_stream(taker)
-        worst = max(worst, apart(here, taken.to(here.device), want))
-        left += nonzero(here, flags, counts)
-    return worst, left
-
-
-def nonzero(here: Here, *signals: torch.Tensor) -> int:
-    """Signals that are not as they were."""
-    if here.mode == "ahead":
-        return 0
-    return sum(int(x.count_nonzero()) for x in signals)

@@ -103,11 +103,6 @@ def poisoned(
     return x.fill_(float("nan") if dtype.is_floating_point else 1)
 
 
-def pinned(here: Here, x: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of the host that copy engines read."""
-    return x.cpu().pin_memory() if here.is_gpu else x.clone()
-
-
 def round_as_devices() -> None:
     """Let Triton's interpreter round to bfloat16, where it cuts off (3.7)."""
     import numpy

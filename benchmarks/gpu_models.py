@@ -17,7 +17,7 @@ from gpu_programs import F32
 from gpu_ranks import all_say, collectives, decomposed, leave, start
 from torch import nn
 
-from fxpar.fusion.kernels import run_fused
+from fxpar.fusion.kernels import region_op
 
 # Relative difference of losses after some steps, float32.
 NEAR_LOSS = 1e-4
@@ -124,7 +124,7 @@ def counted(here: Here, options: dict[str, Any], rate: float) -> Any:
 
     place: Any = lowering_steps
     regions, calls = [0], [0]
-    fuse, launched = place.fuse_graph, run_fused.launched
+    fuse, launched = place.fuse_graph, region_op.launched
 
     def fusing(*args: Any, **kwargs: Any) -> Any:
         found = fuse(*args, **kwargs)
@@ -138,11 +138,11 @@ def counted(here: Here, options: dict[str, Any], rate: float) -> Any:
         calls[0] += 1
         return launched(*args, **kwargs)
 
-    place.fuse_graph, run_fused.launched = fusing, launching
+    place.fuse_graph, region_op.launched = fusing, launching
     try:
         return losses(here, options, rate), regions[0], calls[0]
     finally:
-        place.fuse_graph, run_fused.launched = fuse, launched
+        place.fuse_graph, region_op.launched = fuse, launched
 
 
 # Alone.

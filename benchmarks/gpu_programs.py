@@ -23,10 +23,9 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels import interpret
-from fxpar.fusion.kernels.region_program import Ref, RegionProgram
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.region_program import Ref, RegionProgram, outline
 from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
-from fxpar.fusion.kernels.trace_region import outline
 from fxpar.sharding.cost.op import is_view
 
 c10d = torch.ops._c10d_functional
@@ -392,7 +391,7 @@ def oracle(
         for rank, v in enumerate(values):
             part = step.program
             args = [v[t.name] for t in part.inputs]
-            made = interpret.run(part, args, job.numbers[rank % ranks])
+            made = run_kernels.interpret(part, args, job.numbers[rank % ranks])
             v |= dict(zip((t.name for t in part.outputs), made, strict=True))
     return [[v[t.name] for t in program.outputs] for v in values]
 

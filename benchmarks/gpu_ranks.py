@@ -21,7 +21,7 @@ from gpu_here import Here, apart, fill, poisoned, same
 from gpu_programs import BF16, CASES, F32, TINY, Case, Job, Sizes
 
 from fxpar import _torch
-from fxpar.fusion.kernels import region_op, run_fused, run_kernels, symmetric_memory
+from fxpar.fusion.kernels import region_op, run_kernels, symmetric_memory
 from tests.helpers.kernels.shared_memory import shared_files, virtual
 
 c10d = torch.ops._c10d_functional
@@ -58,7 +58,7 @@ def share_files(here: Here, group: str) -> None:
 
     store, rank, ranks = _torch.distributed.group_store(group)
     made = shared_files(store, rank, ranks, name="try", programs=4)
-    run_fused.install(group, "cpu", made)
+    region_op.install(group, "cpu", made)
     swap = interpreter_builder.create_atomic_cas
 
     def patient(*args: Any) -> Any:
@@ -103,7 +103,7 @@ def symmetric(here: Here) -> None:
     """Kernels that read other processes' memory, by templates and by the op."""
     run_kernels.empty = poisoned
     group = start(here, "gloo")
-    provider = run_fused.provider_of(group, here.device)
+    provider = region_op.provider_of(group, here.device)
     note = "torch's symmetric memory" if here.is_gpu else "shared files"
     here.check("symmetric: memory", provider is not None, note=note)
     assert provider is not None, "no symmetric memory"
@@ -114,7 +114,7 @@ def symmetric(here: Here) -> None:
 
         def by_template(values: Any, job: Job = job, made: Any = made) -> Any:
             numbers = job.numbers[here.rank]
-            return run_fused.launched(made, values, numbers, provider)
+            return region_op.launched(made, values, numbers, provider)
 
         error, alike = compared(here, name, case, job, group, by_template)
         limit = NEAR if case.dtype is F32 else NEAR_BF16
@@ -142,18 +142,18 @@ def templates(here: Here) -> None:
         for rank, provider in enumerate(playing):
             provider.cooperative = True
             given = programs.inputs_of(here, case, 2, rank, 0, sizes)
-            run_fused.launched(made, job.values(given), job.numbers[rank], provider)
+            region_op.launched(made, job.values(given), job.numbers[rank], provider)
 
 
 def region_ops(here: Here, group: str) -> None:
     """``fxpar::region``, which asks the ladder, and then again and again."""
-    kept, calls = run_fused.launched, [0]
+    kept, calls = region_op.launched, [0]
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return kept(*args, **kwargs)
 
-    run_fused.launched = counting
+    region_op.launched = counting
     worst, rounds = 0.0, 0
     for name in AS_REGIONS:
         case = CASES[name]
@@ -172,7 +172,7 @@ def region_ops(here: Here, group: str) -> None:
             error, _ = compared(here, key, case, job, group, by_op, turns=1)
             limit = NEAR if case.dtype is F32 else NEAR_BF16
             worst, rounds = max(worst, error / limit), rounds + 1
-    run_fused.launched = kept
+    region_op.launched = kept
     good = all_say(here, group, "regions", worst <= 1.0)
     note = f"{calls[0]} of {rounds} by one kernel"
     here.check("region op", good and calls[0] == rounds, worst, note=note)
@@ -254,7 +254,7 @@ def whole_beside_parts(here: Here, case: Case, group: str) -> tuple[float, bool]
     made = template(here, case, job, provider.programs)
     values = job.values(programs.inputs_of(here, case, 1, 0, 7, sizes))
     numbers = job.numbers[0]
-    got = run_fused.launched(made, values, numbers, provider)
+    got = region_op.launched(made, values, numbers, provider)
     want = run_kernels.run(job.program, list(values.values()), numbers, group)
     here.sync()
     pairs = [(got[t.name], x) for t, x in zip(job.program.outputs, want, strict=True)]

@@ -70,17 +70,13 @@ PARTS: dict[str, Part] = {
     "epilogues": Part("gpu_correct:epilogues", 90.0),
     "virtual": Part("gpu_correct:virtual_ranks", 90.0, env=WAITS),
     "symmetric": Part("gpu_ranks:symmetric", 60.0, ranks=2, env=OVERLAPPING),
-    "matmuls": Part("gpu_correct:matmuls", 50.0, env=WAITS),
     "alone": Part("gpu_models:alone", 80.0, env=LOCAL),
     "nccl": Part(
         "gpu_models:shared_device", 110.0, ranks=2, env={**NCCL, **OVERLAPPING}
     ),
     "b1": Part("gpu_memory:epilogues", 60.0, checks=False),
-    "b3": Part("gpu_matmul:products", 45.0, checks=False),
     "b5": Part("gpu_memory:updates", 40.0, checks=False),
-    "b4": Part("gpu_matmul:overlap", 40.0, checks=False, env=WAITS),
     "b7": Part("gpu_host:calls", 45.0, checks=False, env=LOCAL),
-    "b6": Part("gpu_matmul:contention", 40.0, checks=False, env=WAITS),
     "b8": Part("gpu_host:compiling", 30.0, checks=False),
     "b9": Part("gpu_steps:steps", 150.0, checks=False, env=LOCAL),
     "shares": Part("gpu_steps:shares", 60.0, checks=False, env=LOCAL),
@@ -96,7 +92,7 @@ PARTS: dict[str, Part] = {
 
 # Of a run on a GPU: how many processes compile a part's kernels ahead of it.
 AHEAD = {"epilogues": 2, "virtual": 4, "b2": 2} | dict.fromkeys(
-    ("symmetric", "matmuls", "alone", "b1", "b3", "b4", "b5", "b6"), 1
+    ("symmetric", "alone", "b1", "b5"), 1
 )
 
 
@@ -109,14 +105,8 @@ TARGETS: dict[str, Target] = {
     "b2 parts": Target("all-reduce in a kernel: time over kernels'", "<=", 0.80),
     "b2 ceiling": Target("all-reduce: bytes over time, of a copy's", ">=", 0.75),
     "b2 more": Target("two programs to a multiprocessor: time over one's"),
-    "b3 torch": Target("matmul kernel: speed over torch's", ">=", 0.90),
-    "b3 signals": Target("matmul kernel: time over that without flags", "<=", 1.02),
-    "b4 hidden": Target("overlap: share of the shorter that is hidden", ">=", 0.85),
-    "b4 slower": Target("matmul beside copies: time over alone", "<=", 1.05),
     "b5 ceiling": Target("sum and AdamW: bytes over time, of a copy's", ">=", 0.85),
     "b5 torch": Target("sum and AdamW: time over torch's fused", "<=", 1.05),
-    "b6 ours": Target("matmul on fewer multiprocessors: time over all", near=0.05),
-    "b6 torch": Target("torch's matmul beside held ones: time over alone"),
     "b7 host": Target("region: host time over all_reduce + epilogue's", "<=", 1.0),
     "b7 graph": Target("the same in CUDA graphs, by NCCL both", "<=", 1.0),
     "b8 cold": Target("seconds to compile a region's kernel, cold"),

@@ -29,8 +29,7 @@ from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes
-from fxpar.passes.simulate.predict_step import predict_step
-from fxpar.passes.simulate.simulate_step import Timeline
+from fxpar.passes.simulate.simulate_step import Timeline, predict_step
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence

@@ -39,8 +39,7 @@ from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
-from fxpar.passes.simulate.predict_step import predict_step
-from fxpar.passes.simulate.simulate_step import Timeline
+from fxpar.passes.simulate.simulate_step import Timeline, predict_step
 from fxpar.pipeline import STEP_NAMES
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import Outcome, TracedCall

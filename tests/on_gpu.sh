@@ -51,7 +51,7 @@ print("torch", torch.__version__, "triton", triton.__version__, "numpy", numpy._
 print(torch.cuda.get_device_name(), torch.cuda.nccl.version())' || exit 1
 
 tests kernels "" -n 3 tests/fusion/kernels/test_templates.py \
-  tests/fusion/kernels/test_gemm_run.py tests/passes/test_random.py \
+  tests/passes/test_random.py \
   tests/features/sequences/test_attention_kernels.py -k 'gpu or cuda or attention_kernels'
 e2e=tests/e2e
 whole=whole_steps_are_those_of_one_device models=models_train_as_on_one_device

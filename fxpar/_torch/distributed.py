@@ -156,26 +156,6 @@ def symmetric_meet(own: torch.Tensor, group: str) -> tuple[tuple[int, ...], Any]
     return tuple(handle.buffer_ptrs), (own, handle)
 
 
-def symmetric_tensors(keep: Any, ranks: int) -> list[torch.Tensor]:
-    """Return all ranks' memory (uint8) that ``symmetric_meet`` keeps, as tensors
-    here."""
-    own, handle = keep
-    return [handle.get_buffer(r, own.shape, own.dtype) for r in range(ranks)]
-
-
-def write_on_stream(words: torch.Tensor, at: int) -> bool:
-    """Set one of ``words`` (int32, on a GPU) to 1 when the current stream comes to it,
-    visible after all that the stream wrote. Return False where torch has no op for it.
-    """
-    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
-
-    op = getattr(torch.ops.symm_mem, "stream_write_value32_", None)
-    if op is None:
-        return False
-    op(words.view(torch.uint32), at, 1)
-    return True
-
-
 def multicast_address(keep: Any) -> int:
     """Return the address through which a switch between GPUs reaches all ranks' memory,
     which ``symmetric_meet`` keeps; 0 if there is none."""

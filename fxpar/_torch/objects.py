@@ -193,11 +193,6 @@ def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
     optimizer._optimizer_step_post_hooks = hooks
 
 
-def load_kernel(kernel: Any) -> None:
-    """Load a compiled Triton kernel onto the current device."""
-    kernel._init_handles()
-
-
 # Cycles of a GPU in a second, about.
 CYCLES = 2e9
 

@@ -95,7 +95,8 @@ def graph_python(graph: fx.Graph) -> str:
         "NoneType": "from types import NoneType",
         "operator": "import operator",
     }
-    lines = ["import torch", "import operator", "import fxpar.graph.custom_ops"]
+    lines = ["import torch", "import operator", "import fxpar.pipeline"]
+    lines += ["from fxpar import _torch", "from fxpar.features import register_ops"]
     lines += [import_lines[name] for name in code.globals if name in import_lines]
     lines += [
         f"from {obj.__module__} import {obj.__name__} as {name}"
@@ -104,7 +105,10 @@ def graph_python(graph: fx.Graph) -> str:
         and hasattr(obj, "__module__")
         and hasattr(obj, "__name__")
     ]
-    return "\n".join(dict.fromkeys(lines)) + "\n" + imports + code.src
+    register = "\n\nregister_ops()\n"  # those of features, and of Inductor
+    if "prims.inductor_" in code.src:
+        register += '_torch.inductor.inductor_prim("seeds")\n'
+    return "\n".join(dict.fromkeys(lines)) + register + imports + code.src
 
 
 def show_stage(

@@ -3,20 +3,21 @@
 In: a Plan and, if there is one, its predicted timeline. Out: the page as text. Facts
 that a Plan alone lacks (sizes of inputs, which reshard a collective belongs to) are
 taken from the Decision that a traced plan holds; the page of a plan that was loaded
-leaves them out. Never: planning, tracing or running.
+leaves them out. Ops are a tree of modules (``tree``), identical layers folded into one.
+Never: planning, tracing or running.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fxpar.errors import DeviceError
-from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision, route
@@ -379,3 +380,100 @@ def _timeline(timeline: Timeline, text: _Texts, state: int) -> dict[str, Any]:
     memory = [[round(t, 9), n + state] for t, n in timeline.memory]
     held_values = [[x.name, x.bytes, x.line or ""] for x in timeline.held]
     return {"events": events, "memory": memory, "held": held_values}
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Is a module, or, where ``is_repeated`` is set, neighbouring layers that do the
+    same."""
+
+    label: str  # the module's name; for several the first and the last
+    items: tuple[ModuleGroup | int, ...]  # groups and rows within, in order
+    is_repeated: bool = False  # items are neighbouring layers that do the same
+
+
+def tree(
+    modules: Sequence[str | None], keys: Sequence[Hashable]
+) -> list[ModuleGroup | int]:
+    """Return the rows by phase and module. Rows without a module are at the top."""
+    paths = []
+    for i, module in enumerate(modules):
+        phase, _, path = (module or "").partition("/")
+        paths.append(([phase, *path.split(".")] if path else [phase] * bool(phase), i))
+    numbers: dict[Hashable, int] = {}
+    return _fold(_nest(paths), keys, numbers)[0]
+
+
+def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
+    """Return groups at their first row. Lists of layers are replaced by the layers."""
+    members: dict[str, list[tuple[list[str], int]]] = {}
+    order: list[str | int] = []
+    for path, i in paths:
+        if not path:
+            order.append(i)
+        elif path[0] not in members:
+            order.append(path[0])
+        if path:
+            members.setdefault(path[0], []).append((path[1:], i))
+    out: list[ModuleGroup | int] = []
+    for item in order:
+        out += [item] if isinstance(item, int) else _named(item, _nest(members[item]))
+    return out
+
+
+def _named(label: str, items: list[ModuleGroup | int]) -> list[ModuleGroup | int]:
+    """Return a module's group, or its layers with the module's name in front."""
+    groups = [item for item in items if isinstance(item, ModuleGroup)]
+    if len(groups) == len(items) and all(g.label[0].isdigit() for g in groups):
+        return [replace(g, label=f"{label}.{g.label}") for g in groups]
+    if len(items) == 1 and groups:
+        return [replace(groups[0], label=f"{label}.{groups[0].label}")]
+    return [ModuleGroup(label, tuple(items))]
+
+
+def _fold(
+    items: Sequence[ModuleGroup | int],
+    keys: Sequence[Hashable],
+    numbers: dict[Hashable, int],
+) -> tuple[list[ModuleGroup | int], list[int]]:
+    """Return the items, runs of identical layers folded; and a number per item given,
+    equal for those that do the same."""
+    folded: list[ModuleGroup | int] = []
+    same: list[int] = []
+    for item in items:
+        key: Hashable
+        if isinstance(item, int):
+            key = ("row", keys[item])
+        else:
+            inner, inside = _fold(item.items, keys, numbers)
+            item = replace(item, items=tuple(inner))
+            key = ("group", _stem(item.label), tuple(inside))
+        folded.append(item)
+        same.append(numbers.setdefault(key, len(numbers)))
+    return list(_runs(folded, same)), same
+
+
+def _runs(
+    items: Sequence[ModuleGroup | int], same: Sequence[int]
+) -> Iterator[ModuleGroup | int]:
+    """Yield the items; neighbouring layers that do the same become one group."""
+    pairs = zip(items, same, strict=True)
+    for _, run in groupby(pairs, lambda pair: pair[1]):
+        members = [item for item, _ in run]
+        first, last = members[0], members[-1]
+        # Neighbours of one stem differ by a number.
+        if (
+            isinstance(first, ModuleGroup)
+            and isinstance(last, ModuleGroup)
+            and len(members) > 1
+        ):
+            yield ModuleGroup(
+                f"{first.label} … {last.label}", tuple(members), is_repeated=True
+            )
+        else:
+            yield from members
+
+
+def _stem(label: str) -> str:
+    """Return a label without its numbers, by which equal layers differ."""
+    return ".".join("#" if part.isdigit() else part for part in label.split("."))

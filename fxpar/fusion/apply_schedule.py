@@ -24,9 +24,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
+from fxpar.fusion.node_legality import close
 from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.verbs import (
     fuse_nodes,
     gathers,
@@ -51,8 +51,7 @@ class _Unfit(Exception):
 class Kind:
     """Is a kind of argument that verbs take."""
 
-    # How errors describe it.
-    text: str
+    text: str  # how errors describe it
     # Returns the value that a verb is called with, or raises ``_Unfit``.
     read: Callable[[Edit, Argument], Any]
 
@@ -61,18 +60,13 @@ class Kind:
 class Takes:
     """Holds the arguments that a verb takes."""
 
-    # An example, as a user writes it.
-    form: str
-    # Nodes that must be given, in order.
-    nodes: tuple[Kind, ...] = ()
-    # One more node that may be given.
-    optional: Kind | None = None
-    # Any number of nodes after those.
-    further: Kind | None = None
+    form: str  # an example, as a user writes it
+    nodes: tuple[Kind, ...] = ()  # nodes that must be given, in order
+    optional: Kind | None = None  # one more node that may be given
+    further: Kind | None = None  # any number of nodes after those
     # Options, given by keyword.
     options: Mapping[str, Kind] = field(default_factory=dict)
-    # Options that must be given.
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # options that must be given
 
 
 def _node(edit: Edit, argument: Argument) -> fx.Node:

@@ -35,7 +35,7 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
-from fxpar.fusion.node_legality import UnevenOp, has_uneven_ops
+from fxpar.fusion.node_legality import UnevenOp, close, has_uneven_ops
 from fxpar.fusion.overlap_candidates import dims_of, improved
 from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
@@ -46,7 +46,6 @@ from fxpar.fusion.schedule_attempts import (
     is_better,
 )
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
-from fxpar.fusion.uneven_ops import close
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import copy_of
@@ -94,20 +93,14 @@ _AHEAD = 2, 4
 class Chosen:
     """Holds the best schedule of a local graph, and its predicted effect."""
 
-    # Empty if none pays.
-    schedule: Schedule
-    # The local graph with the schedule applied.
-    graph: fx.Graph
-    # Predicted seconds of a step, before and after.
-    seconds: tuple[float, float]
-    # Bytes of memory, before and after.
-    peak: tuple[int, int]
-    # Near misses, each with the reason.
-    near_misses: tuple[str, ...] = ()
+    schedule: Schedule  # empty if none pays
+    graph: fx.Graph  # the local graph with the schedule applied
+    seconds: tuple[float, float]  # predicted seconds of a step, before and after
+    peak: tuple[int, int]  # bytes of memory, before and after
+    near_misses: tuple[str, ...] = ()  # near misses, each with the reason
     # Schedules that were simulated and not taken, the fastest first.
     others: tuple[Schedule, ...] = ()
-    # Number of ops on unequal shards, which stay as they are.
-    uneven_ops: int = 0
+    uneven_ops: int = 0  # number of ops on unequal shards, which stay as they are
     # The simulation of the schedule; None if it was not kept.
     run: SimulatedRun | None = None
 
@@ -348,12 +341,9 @@ def _hop_before(node: fx.Node) -> fx.Node | None:
 class _Group:
     """Holds lines for all windows of one form."""
 
-    # Lines of each window, one window after another.
-    lines: Schedule
-    # Seconds of a step that they could save together.
-    saved: float
-    # Number of windows, and the last line of one, as text.
-    what: str
+    lines: Schedule  # lines of each window, one window after another
+    saved: float  # seconds of a step that they could save together
+    what: str  # number of windows, and the last line of one, as text
 
 
 def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:

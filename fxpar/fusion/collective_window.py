@@ -22,7 +22,7 @@ from torch import fx
 from fxpar._torch.node_copies import add_node
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import CallableRegion
-from fxpar.fusion.schedule import Argument, Line, Schedule
+from fxpar.fusion.schedule import Line, Schedule
 from fxpar.graph import collective_nodes
 from fxpar.graph.graph_bodies import body_of
 from fxpar.passes.order.forward_backward import as_run
@@ -51,8 +51,7 @@ class Window:
 
     # Its inputs are what the part reads, its results what others read from it.
     graph: fx.Graph
-    # Name of the collective's node in ``graph``.
-    name: str
+    name: str  # name of the collective's node in ``graph``
 
     @property
     def collective(self) -> fx.Node:
@@ -102,17 +101,9 @@ class Window:
         results = {name for line in lines.lines for name in line.gives}
         names |= {name: f"{name}_{suffix}" for name in results}
 
-        def named(argument: Argument) -> Argument:
-            if isinstance(argument, str):
-                return names.get(argument, argument)
-            if isinstance(argument, tuple):
-                return tuple(names.get(name, name) for name in argument)
-            return argument
-
         def line(old: Line) -> Line:
-            arguments = tuple(map(named, old.arguments))
-            gives = tuple(names[name] for name in old.gives)
-            return replace(old, arguments=arguments, gives=gives)
+            renamed = old.renamed(lambda name: names.get(name, name))
+            return replace(renamed, gives=tuple(names[name] for name in old.gives))
 
         return Schedule(tuple(map(line, lines.lines)))
 
@@ -235,6 +226,7 @@ def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.No
     with those of them over other axes, since both can run at once. No path leaves the
     set and enters it again."""
     members, outside, at = {node}, set[fx.Node](), node.next
+    axes = set(collective_nodes.axes_of(node))
     for _ in range(_FAR):
         if at.op == "output":
             break
@@ -243,9 +235,7 @@ def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.No
             outside.add(at)
         elif not members.isdisjoint(read):
             room = (at in backward) == (node in backward) and len(members) < most
-            ends = at.target in _MOVED and _is_disjoint(
-                at, collective_nodes.axes_of(node)
-            )
+            ends = at.target in _MOVED and axes.isdisjoint(collective_nodes.axes_of(at))
             joins = _can_join(at, node, backward)
             if room and (joins or ends):
                 members.add(at)
@@ -253,10 +243,6 @@ def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.No
                 outside.add(at)
         at = at.next
     return members
-
-
-def _is_disjoint(at: fx.Node, axes: tuple[str, ...]) -> bool:
-    return set(axes).isdisjoint(collective_nodes.axes_of(at))
 
 
 def _can_join(at: fx.Node, node: fx.Node, backward: Collection[fx.Node]) -> bool:

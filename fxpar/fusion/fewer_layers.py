@@ -8,7 +8,8 @@ computes something else: a reader of a layer that is left out reads the layer be
 has the same ops on the same shapes, in the same order. Never runs the copy and never
 changes the graph. Layers are rows of ops of the same kind at one distance, as in the
 search for plans (``layers``). The row that is cut is the longest of the forward, in its
-middle; from each other row the layers that read cut ones are left out.
+middle; from each other row the layers that read cut ones are left out, if it has as
+many of them: updates of parameters, one by one, stay.
 
 Lines. In: a schedule of a graph with fewer layers. Out: one of the whole graph. A line
 belongs to the layer of the last op that it names: a line of the layer right before
@@ -20,7 +21,7 @@ a line is legal: the verb does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,8 +42,7 @@ STAY, LEAST = 4, 4
 class RowOfLayers:
     """Holds ops that repeat, layer by layer."""
 
-    # In order of the graph.
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]  # in order of the graph
     # Numbers of ops after which the row repeats, ascending: that of a layer, or of a
     # part of a layer or several layers.
     distances: tuple[int, ...]
@@ -52,14 +52,10 @@ class RowOfLayers:
 class RowCut:
     """Is a row of layers some of which are left out."""
 
-    # Ops of the whole row, in order of the graph.
-    nodes: tuple[fx.Node, ...]
-    # Ops of a layer.
-    distance: int
-    # Place in ``nodes`` of the first op that is left out.
-    begin: int
-    # Place of the first op after those.
-    end: int
+    nodes: tuple[fx.Node, ...]  # ops of the whole row, in order of the graph
+    distance: int  # ops of a layer
+    begin: int  # place in ``nodes`` of the first op that is left out
+    end: int  # place of the first op after those
 
     @property
     def left_out(self) -> tuple[fx.Node, ...]:
@@ -77,14 +73,11 @@ class RowCut:
 class FewerLayers:
     """Is a graph without some of its layers."""
 
-    # The shorter graph.
-    graph: fx.Graph
+    graph: fx.Graph  # the shorter graph
     # Rows of the whole graph: the longest of the forward, then those that read it.
     rows: tuple[RowCut, ...]
-    # Number of layers that are left out.
-    removed: int
-    # Number of layers of the whole graph.
-    layers: int
+    removed: int  # number of layers that are left out
+    layers: int  # number of layers of the whole graph
 
 
 def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
@@ -112,8 +105,8 @@ def _cuts(
     distance: int,
     later_rows: Sequence[RowOfLayers],
 ) -> tuple[RowCut, ...] | None:
-    """Return the middle of a row, and the parts of later rows that read it. None if the
-    row is short, or later rows do not have as many layers for it."""
+    """Return the middle of a row, and the parts that read it of later rows that have as
+    many layers for it. None if the row is short."""
     removed = len(most.nodes) // distance - STAY
     if removed < LEAST:
         return None
@@ -129,7 +122,7 @@ def _cuts(
         step = next(fits, len(row.nodes))
         end = first + removed * step
         if end > len(row.nodes):
-            return None
+            continue  # as updates of parameters one by one: these stay
         cuts.append(RowCut(row.nodes, step, first, end))
         left_out.update(cuts[-1].left_out)
     return tuple(cuts)
@@ -230,7 +223,7 @@ class _Repeats:
 
     def lines(self, line: Line) -> Iterator[Line]:
         """Yield a line for each layer that it stands for."""
-        places = [self.places[name] for name in _names(line) if name in self.places]
+        places = [self.places[name] for name in line.names if name in self.places]
         if not places:
             yield line
             return
@@ -252,7 +245,7 @@ class _Repeats:
         for i in layers:
             later = partial(self._later, begin=row.begin, layers=i)
             gives = (self.again[n][i] if n in self.again else n for n in line.gives)
-            yield replace(_renamed(line, later), gives=tuple(gives))
+            yield replace(line.renamed(later), gives=tuple(gives))
 
     def _later(self, name: str, begin: int, layers: int) -> str:
         """Return the name of an op before ``begin``, ``layers`` layers later."""
@@ -279,22 +272,3 @@ class _Repeats:
         first, *gathers = line.arguments
         more = [name for gather in gathers for name in all_of(gather)]
         return replace(line, arguments=(tuple(all_of(first)), *more))
-
-
-def _renamed(line: Line, name_of: Callable[[str], str]) -> Line:
-    """Return a line with other names of ops."""
-
-    def renamed(argument: Argument) -> Argument:
-        if isinstance(argument, tuple):
-            return tuple(map(name_of, argument))
-        return name_of(argument) if isinstance(argument, str) else argument
-
-    return replace(line, arguments=tuple(map(renamed, line.arguments)))
-
-
-def _names(line: Line) -> Iterator[str]:
-    for argument in line.arguments:
-        if isinstance(argument, tuple):
-            yield from argument
-        elif isinstance(argument, str):
-            yield argument

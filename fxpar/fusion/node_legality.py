@@ -3,8 +3,8 @@
 In: a node of a local graph. Out: whether it communicates, writes over what it reads,
 draws from a generator, is a message or a region. Verbs move, repeat and leave out nodes
 by data dependencies alone; ``admit`` refuses, where a graph comes in, each node with
-other effects. Never changes a graph but for its order (``arrange``) and the numbers
-that ``number`` notes.
+other effects. Never changes a graph but for its order (``arrange``), the numbers that
+``number`` notes and the regions of ``close``.
 
 A generator gives its numbers in turn, so that ops which draw from it must stay in the
 order of the program, each once. Messages between two stages are matched by their order,
@@ -14,6 +14,11 @@ message stay together. So do exchanges of rows in exact numbers, at which ranks 
 value connects these nodes, so that their order must be noted: ``number`` notes it;
 ``arrange`` puts all nodes after what they read and after the one before in this order;
 ``check`` raises ScheduleError if a verb has changed the order.
+
+``close`` makes each op that reads or makes a value which is not as large on every
+rank a region of its own (``UnevenOp``). Verbs cut all shards equally, so that they
+never look into it; all other nodes stay, so that verbs apply around it.
+``fuse_nodes.inline`` opens the regions again.
 """
 
 from __future__ import annotations
@@ -26,13 +31,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import UNEVEN, is_uneven
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
+from fxpar.passes.rank_sizes import is_size, uneven_nodes
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rank_ints import PLACES, SIZES
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -290,3 +299,45 @@ def _put(order: list[fx.Node]) -> None:
         if before is not None and before.next is not node:
             before.append(node)
         before = node
+
+
+def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
+    """Make each op on unequal shards a region, in place."""
+    values = uneven_nodes(graph, mesh, fake_mode)
+    values.update(n for n in graph.nodes if n.target in SIZES)
+    for node in list(graph.nodes):
+        reads = not values.isdisjoint(node.all_input_nodes)
+        if is_size(node):
+            values.update([node] if reads else [])
+        elif (
+            node.op == "call_function"
+            and node.target not in PLACES
+            and (reads or node in values)
+        ):
+            item = _close(graph, node)
+            values.update([item] if node in values else [])
+    graph.lint()
+
+
+def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Put an op into a region. Return the region's item, under the op's name, that is
+    read instead of the op."""
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for read in node.all_input_nodes:
+        copies[read] = part.placeholder(read.name)
+        copies[read].meta = dict(read.meta)
+    inner = part.node_copy(node, copies.__getitem__)
+    inner.meta = dict(node.meta)
+    part.output((inner,))
+    with graph.inserting_before(node):
+        region = graph.call_function(UnevenOp(part), tuple(copies))
+        region.meta = {"val": (node.meta.get("val"),)}
+        region.meta["fxpar_origin"] = node.meta.get("fxpar_origin", node.name)
+        item = graph.call_function(operator.getitem, (region, 0))
+    item.meta = dict(node.meta)
+    node.replace_all_uses_with(item)
+    name = node.name
+    graph.erase_node(node)
+    _torch.objects.rename(item, name)
+    return item

@@ -21,6 +21,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.schedule import Argument, Line, Schedule
+from fxpar.fusion.verbs.overlap import between
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -49,32 +50,25 @@ _LAST = (
 class OverlapWay:
     """Is one way to run a window with its collective overlapping with compute."""
 
-    # A verb of a window.
-    line: Line
-    # Seconds that the chunked ops, and their collective, take at least.
-    least: float
-    # Seconds that the same takes unchanged.
-    now: float
+    line: Line  # a verb of a window
+    least: float  # seconds that the chunked ops, and their collective, take at least
+    now: float  # seconds that the same takes unchanged
 
 
 @dataclass(frozen=True)
 class OverlapCandidate:
     """Holds the best lines for a window."""
 
-    # Empty if nothing saves enough.
-    lines: Schedule
-    # Seconds that they save of the window, by its simulation.
-    seconds: float
+    lines: Schedule  # empty if nothing saves enough
+    seconds: float  # seconds that they save of the window, by its simulation
 
 
 @dataclass(frozen=True)
 class Machine:
     """Holds what prices depend on."""
 
-    # With the links of the hardware.
-    mesh: Mesh
-    # Costs of ops on one device.
-    hardware: Hardware
+    mesh: Mesh  # with the links of the hardware
+    hardware: Hardware  # costs of ops on one device
 
     def transfer_seconds(self, node: fx.Node, share: float = 1.0) -> float:
         """Return seconds of a collective on a share of what ``node`` moves."""
@@ -103,11 +97,6 @@ class Machine:
         return [self.transfer_seconds(node, 1 / parts) for node in collectives]
 
 
-def potential(node: fx.Node, machine: Machine) -> float:
-    """Return seconds of a collective: the most that overlapping it could save."""
-    return machine.transfer_seconds(node)
-
-
 def improved(
     window: Window, machine: Machine, least: float, *, split: bool
 ) -> OverlapCandidate:
@@ -125,7 +114,7 @@ def improved(
         best = nested if nested.lines else best
     if not split:
         return best
-    reachable = potential(node, machine)
+    reachable = machine.transfer_seconds(node)  # the most that overlapping saves
     for dim in dims_of(node):
         if reachable - best.seconds <= least:
             break
@@ -163,7 +152,7 @@ def _nested(
             gives = "scattered", "reduced", "gathered"
             options = (*steps, ("dim", dim))
             first = Line("hierarchical", (node.name,), options, gives)
-            now = potential(node, machine)
+            now = machine.transfer_seconds(node)
             alone = sum(_hops(node, machine, inner, outer, 1))
             ways.append((now - alone, Schedule((first,))))
             for (start, region), chunks in product(starts, CHUNKS):
@@ -341,8 +330,10 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     for one, other in pairwise(neighbors):
         if len(neighbors) > 2:
             yield (one.name, other.name), [one, other]
-    for end in _beyond(node):
-        yield (end.name,), _between(node, end)
+    # Collectives over other axes that read what is computed from the gather.
+    users = {user for one in (node, *region) for user in one.users}
+    for end in sorted(u for u in users if u.target in collective_nodes.COLLECTIVE):
+        yield (end.name,), between((node,), (end,))
 
 
 def _neighbors(node: fx.Node) -> list[fx.Node]:
@@ -365,22 +356,3 @@ def _following(node: fx.Node) -> list[fx.Node]:
             following.add(at)
         at = at.next
     return sorted(following - {node})
-
-
-def _beyond(node: fx.Node) -> list[fx.Node]:
-    """Return the collectives that read what is computed from a gather: in a window,
-    those over other axes."""
-    followers = {node, *_following(node)}
-    users = {user for one in followers for user in one.users}
-    return sorted(user for user in users if user.target in collective_nodes.COLLECTIVE)
-
-
-def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """Return the nodes that lead from a gather to a node, which is the last of them."""
-    followers = set(_following(node))
-    members, pending = {end}, [end]
-    while pending:
-        readers = followers.intersection(pending.pop().all_input_nodes) - members
-        members |= readers
-        pending += sorted(readers)
-    return sorted(members)

@@ -45,14 +45,10 @@ _FORM = "write one verb per line, as in: split(all_reduce) -> rs, ag"
 class Line:
     """Is one line of a schedule: a verb and its arguments."""
 
-    # Name of the verb, or of a setting.
-    verb: str
-    # Names of nodes, or lists of them.
-    arguments: tuple[Argument, ...]
-    # Numbers and names by keyword.
-    options: tuple[tuple[str, Argument], ...] = ()
-    # Names of the results.
-    gives: tuple[str, ...] = ()
+    verb: str  # name of the verb, or of a setting
+    arguments: tuple[Argument, ...]  # names of nodes, or lists of them
+    options: tuple[tuple[str, Argument], ...] = ()  # numbers and names by keyword
+    gives: tuple[str, ...] = ()  # names of the results
 
     def __str__(self) -> str:
         inside = [_written(a) for a in self.arguments]
@@ -60,19 +56,31 @@ class Line:
         arrow = f" -> {', '.join(self.gives)}" if self.gives else ""
         return f"{self.verb}({', '.join(inside)}){arrow}"
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of nodes among its arguments, in order."""
+        several = (x if isinstance(x, tuple) else (x,) for x in self.arguments)
+        return [name for names in several for name in names if isinstance(name, str)]
+
+    def renamed(self, name_of: Callable[[str], str]) -> Line:
+        """Return the line with other names of nodes; its results keep theirs."""
+
+        def renamed(argument: Argument) -> Argument:
+            if isinstance(argument, tuple):
+                return tuple(map(name_of, argument))
+            return name_of(argument) if isinstance(argument, str) else argument
+
+        return replace(self, arguments=tuple(map(renamed, self.arguments)))
+
 
 @dataclass(frozen=True)
 class SettingForm:
     """Says which options a line of settings may have."""
 
-    # An example, as a user writes it.
-    form: str
-    # Option -> field of ``Settings``.
-    fields: Mapping[str, str]
-    # The least value of an option.
-    least: int
-    # The option that must be given.
-    needs: str
+    form: str  # an example, as a user writes it
+    fields: Mapping[str, str]  # option -> field of ``Settings``
+    least: int  # the least value of an option
+    needs: str  # the option that must be given
 
 
 # Name of a setting -> its form.

@@ -18,8 +18,7 @@ from fxpar.fusion.collective_window import Window
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import Orders, regather, split_phases
-from fxpar.passes.simulate.launches import PhaseReader
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
+from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launches
@@ -41,12 +40,9 @@ _ROOM, LITTLE = 0.1, 8 << 20
 class SimulatedRun:
     """Holds a local graph that was simulated."""
 
-    # Collectives as they run, before it was ordered.
-    lowered: fx.Graph
-    # In the order in which it runs.
-    phases: PhasesAsRun
-    # The launches of the phases.
-    launches: Launches
+    lowered: fx.Graph  # collectives as they run, before it was ordered
+    phases: PhasesAsRun  # in the order in which it runs
+    launches: Launches  # the launches of the phases
 
 
 class Attempts:

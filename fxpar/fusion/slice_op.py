@@ -51,18 +51,15 @@ class Refused(Exception):
 class SlicePart:
     """Is a slice of a value."""
 
-    # It holds what the axes leave of ``dim``.
-    node: fx.Node
-    # The dim of the value along which it is sliced.
-    dim: int
+    node: fx.Node  # it holds what the axes leave of ``dim``
+    dim: int  # the dim of the value along which it is sliced
 
 
 @dataclass(frozen=True)
 class SlicedResult:
     """Is the result of an op on slices."""
 
-    # The new op; a tuple where several nodes give its results.
-    node: Any
+    node: Any  # the new op; a tuple where several nodes give its results
     # For each of its results the dim that is sliced. None: the result is whole, and
     # equal on all ranks of the axes.
     dims: tuple[int | None, ...]
@@ -74,8 +71,8 @@ class Cutter:
     varies: node -> axes it varies over. pull: whole values that are computed on slices
     where only a slice is read. cut: appends the slice of any other, by default this
     rank's. grain: parts of a dim that slices keep together in order; more than the
-    slices where each of them is made of several parts. apart: more axes along which
-    ranks have different slices at a time.
+    slices where each of them is made of several parts. outside_axes: more axes along
+    which ranks have different slices at a time.
     """
 
     def __init__(

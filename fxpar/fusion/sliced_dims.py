@@ -77,12 +77,9 @@ class _Sets:
 class _Tie:
     """Holds the tokens of an op's operands and results for one of its factors."""
 
-    # The op that ties the tokens.
-    node: fx.Node
-    # Tokens of operands.
-    reads: tuple[Token, ...]
-    # Tokens of results.
-    makes: tuple[Token, ...]
+    node: fx.Node  # the op that ties the tokens
+    reads: tuple[Token, ...]  # tokens of operands
+    makes: tuple[Token, ...]  # tokens of results
 
     @property
     def tokens(self) -> tuple[Token, ...]:

@@ -12,8 +12,7 @@ of the process group. Never: an op here plans or rewrites a graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -391,15 +390,6 @@ torch.library.define(
 )
 
 
-# Other ways to run them, "gather" and "scatter", tried first: each returns None where
-# it does not apply (``fused_matmul``).
-JOINED: dict[str, Callable[..., Any]] = {}
-
-
-def _joined(kind: str, *args: Any) -> Any:
-    return JOINED[kind](*args) if kind in JOINED else None
-
-
 @torch.library.register_fake("fxpar::gather_matmul")
 def _(x, ws, dim, count, group):
     whole = torch.cat([x] * count, dim)
@@ -413,9 +403,6 @@ def _(x, w, op, dim, count, group):
 
 @torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
 def _(x, ws, dim, count, group):
-    results = _joined("gather", x, ws, dim, count, group)
-    if results is not None:
-        return results
     if _torch.distributed.can_share_memory(x, group):
         return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
@@ -427,9 +414,6 @@ def _(x, ws, dim, count, group):
 
 @torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
 def _(x, w, op, dim, count, group):
-    results = _joined("scatter", x, w, op, dim, count, group)
-    if results is not None:
-        return results
     if _torch.distributed.can_share_memory(x, group):
         return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional

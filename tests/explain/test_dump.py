@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,23 @@ def test_dumped_stages_run(
     ]
     for result in results[1:]:
         torch.testing.assert_close(list(result), list(results[0]))
+
+
+def test_a_stage_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the ops of fxpar that it calls."""
+    monkeypatch.setenv("FXPAR_DUMP", str(tmp_path))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).train()
+    plan = fxpar.plan(model, torch.ones(4, 4), mesh="dp=2", grad=True)
+    graph = plan.result.normalized
+    assert any(str(node.target) == "fxpar.random.default" for node in graph.nodes)
+    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    given = [f"torch.zeros({[*x.shape]}, dtype={x.dtype})" for x in inputs]
+    script = (tmp_path / "plan" / "1_normalized.py").read_text()
+    script += f"\nprint(len(forward(None, {', '.join(given)})))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    count = len(graph.output_node().args[0])
+    assert done.stdout == f"{count}\n", done.stderr

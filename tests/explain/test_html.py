@@ -19,8 +19,7 @@ from torch import nn
 
 import fxpar
 from fxpar import FxparWarning, Mesh, Spec
-from fxpar.explain.html import page_data, render
-from fxpar.explain.tree import ModuleGroup, tree
+from fxpar.explain.html import ModuleGroup, page_data, render, tree
 from fxpar.passes.simulate.simulate_step import Event, Timeline
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.units import short_bytes
@@ -396,6 +395,14 @@ def test_the_page_needs_nothing_else(plans: dict[str, Plan], tmp_path: Path) -> 
     assert data_of(page)["timeline"]["events"], "of a traced plan, the timeline too"
     plans["loaded"].to_html(tmp_path / "loaded.html")
     assert data_of((tmp_path / "loaded.html").read_text())["timeline"] is None
+
+
+def test_a_program_without_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes is split by speed, so that each rank is simulated by itself."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
+    plan = fxpar.plan(lambda: torch.zeros(3), mesh="dp=2{1.0,0.5}", mode="search")
+    assert str(plan.outputs[0]) in render(plan)
+    assert plan.predicted.seconds > 0
 
 
 def test_names_are_escaped() -> None:

@@ -395,6 +395,23 @@ def test_buckets() -> None:
     toy.check(schedule)
 
 
+def test_buckets_of_nothing() -> None:
+    """Values without elements next to others."""
+
+    def fn(x: Any, y: Any) -> Any:
+        scattered = reduce_scatter(x), reduce_scatter(y)
+        return *scattered, all_gather(x), all_gather(y)
+
+    varies = "[_, _] partial(sum: tp)"
+    toy = Toy(fn, (varies, (8, 0)), (varies, (8, 3)))
+    toy.check(
+        """
+        bucket([reduce_scatter_tensor, reduce_scatter_tensor_1]) -> rs
+        bucket([all_gather_into_tensor, all_gather_into_tensor_1]) -> ag
+        """
+    )
+
+
 def test_views_of_what_came_in_a_bucket() -> None:
     toy = Toy(lambda x: all_reduce(x).view(32), GRADIENT)
     toy.check("split(all_reduce, dim=1) -> rs, ag\nbucket([ag])")

@@ -16,8 +16,7 @@ import fxpar
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.node_legality import UnevenOp, is_closed
-from fxpar.fusion.uneven_ops import close
+from fxpar.fusion.node_legality import UnevenOp, close, is_closed
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_name

@@ -132,6 +132,29 @@ def test_changes_in_place_stay_on_their_rank() -> None:
     assert [[y.tolist() for y in o] for o in out] == [[[r, r]] * 2 for r in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "axes", "sources"),
+    [
+        (torch.ops.fxpar.permute.default, ([1, 0],), "b", (1, 0, 3, 2)),
+        (c10d.all_reduce.default, ("sum",), "one", (0, 1, 2, 3)),
+    ],
+    ids=["permute", "a group of one rank"],
+)
+def test_what_a_collective_gives_has_memory_of_its_own(
+    target: Any, args: Any, axes: str, sources: tuple[int, ...]
+) -> None:
+    """A rank that writes over what it sent changes nothing that another one got."""
+
+    def build(call, x):
+        got = call(c10d.wait_tensor.default, call(target, x, *args, f"fxpar:{axes}"))
+        call(aten.copy_.default, x, call(aten.neg.default, x))
+        return got
+
+    parts = [[torch.tensor([r + 1.0])] for r in range(4)]
+    out = run_lockstep(graph_of(build), Mesh.parse("a=2,b=2,one=1"), parts)
+    assert [o.item() for o in out] == [r + 1.0 for r in sources]
+
+
 def test_values_are_freed_after_their_last_use() -> None:
     alive = []
 

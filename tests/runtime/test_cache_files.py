@@ -20,7 +20,7 @@ import torch
 import fxpar
 from fxpar import cache_files
 from fxpar.errors import FxparError, RankMismatchError
-from fxpar.fusion.kernels import autotune, region_op, run_kernels
+from fxpar.fusion.kernels import implementations, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
 from fxpar.runtime.caches.received_files import checked_key
 from fxpar.sharding.spec import Spec
@@ -128,7 +128,7 @@ def test_files_of_kernels_may_be_damaged(folder: Path) -> None:
         with pytest.raises(FxparError, match="is not known"):
             region_op.lookup("a")
         tuned.write_bytes(damage)
-        autotune._read(autotune._text_of(tuned))
+        implementations._read(implementations._text_of(tuned))
 
 
 def test_a_damaged_mark_is_replaced(folder: Path) -> None:

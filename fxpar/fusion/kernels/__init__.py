@@ -2,17 +2,16 @@
 region.
 
 In: the graph of a forward or a backward. Out: the graph with its regions as ops, which
-run as kernels. ``fuse_regions`` makes regions of a graph: ``select_region`` says which
-nodes belong together, ``kernel_worth`` whether it pays, ``trace_region`` makes a
-``region_program`` of it, ``region_op`` is the op that runs one. A program is run op by
-op (``interpret``) or by kernels (``run_kernels``): ``split_at_collectives`` cuts it,
-and ``kernel_text`` makes the text of each part, by ``emit`` (a line's form in a
-kernel), ``placement`` (where a value is needed), ``reductions`` (the space a kernel
-runs over), ``index_arithmetic`` (views), ``expressions`` (ops), ``device_functions``.
+run as kernels. ``fuse_regions`` makes regions of a graph where that pays:
+``select_region`` says which nodes belong together, ``region_program`` makes a program
+of them, ``region_op`` is the op that runs one. A program is run op by op or by kernels
+(``run_kernels``): ``split_at_collectives`` cuts it, and ``emit`` makes the text of each
+part, by ``placement`` (where a value is needed), ``index_arithmetic`` (views, and the
+space that a kernel runs over), ``expressions`` (ops), ``device_functions``.
 
 A template that does a collective inside a kernel (``templates``; ``implementations``
-says when, ``symmetric_memory`` is where ranks meet, ``run_fused`` runs it) takes the
-parts and their bodies from these, with a ``Source`` that reads other ranks' memory or a
-``Sink`` that writes there, and puts them into one function, with its barriers between.
-Never imported by ``import fxpar``; Triton is imported only when a kernel runs.
+says when, ``symmetric_memory`` is where ranks meet) takes the parts and their bodies
+from these, with a ``Source`` that reads other ranks' memory or a ``Sink`` that writes
+there, and puts them into one function, with its barriers between. Never imported by
+``import fxpar``; Triton is imported only when a kernel runs.
 """

@@ -2,10 +2,19 @@
 
 In: the graph of a forward or a backward after ``order_collectives``. Out: the graph in
 which each region that pays is one ``fxpar::region``; and a ``Fused``, which reports the
-regions and near misses. A region pays if it moves fewer bytes through memory than the
-kernels that Inductor would make of it. Kernels compute in float32 with the graph's
-casts: they round where the graph rounds, and other values have fewer bits only in
-memory. Never decides which nodes are in a region (``select_region``).
+regions and near misses. Kernels compute in float32 with the graph's casts: they round
+where the graph rounds, and other values have fewer bits only in memory. Never decides
+which nodes are in a region (``select_region``).
+
+A region pays if it moves fewer bytes through memory than the kernels that Inductor
+would make of it (``passes.simulate.launches``). One kernel for all reads its inputs and
+writes its outputs. Bytes that a collective moves through buffers of its own are left
+out on both sides. A value that others could have computed in the same kernel as the
+region must now be written for them and read again. A training step leaves
+``copy_(input, new)`` for each parameter and state. Where a region makes ``new`` for
+nothing else, it may write it there. Kernels write in place where that is safe
+(``run_kernels``), elsewhere a copy is made when they are done: a number never depends
+on it.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,24 +33,25 @@ from fxpar.config import write_dump
 from fxpar.errors import compose
 from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
-from fxpar.fusion.kernels.kernel_text import kernel_of
-from fxpar.fusion.kernels.kernel_worth import bytes_of, writes_of
-from fxpar.fusion.kernels.region_program import RegionProgram
+from fxpar.fusion.kernels.region_program import RegionProgram, op_name
 from fxpar.fusion.kernels.select_region import (
     WAITS,
     Miss,
     SelectedRegion,
     collectives,
     grow,
+    is_heavy,
     results_of,
     under_way,
 )
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
-from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.fusion.verbs.fuse_nodes import arrange
 from fxpar.graph.builder import region_of
-from fxpar.sharding.cost.op import is_view
+from fxpar.passes.simulate.launches import launches_among
+from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
+from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")
@@ -49,16 +59,23 @@ log = logging.getLogger("fxpar")
 OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fused:
     """Reports regions of a graph that became ops, and those that did not."""
 
-    programs: tuple[RegionProgram, ...] = ()  # one for each region, in order
+    programs: list[RegionProgram] = field(default_factory=list)  # of regions, in order
     before: int = 0  # bytes that the ops of regions move in several kernels
     after: int = 0  # bytes that they move in one kernel for each region
-    near_misses: tuple[str, ...] = ()  # near misses as text
-    unfused: tuple[str, ...] = ()  # nodes that a schedule wants in a region in vain
-    rungs: tuple[Rung, ...] = ()  # how each region runs
+    # Near misses as text, each once.
+    near_misses: list[str] = field(default_factory=list)
+    # Nodes that a schedule wants in a region in vain, as text.
+    unfused: list[str] = field(default_factory=list)
+    rungs: list[Rung] = field(default_factory=list)  # how each region runs
+
+    def add_miss(self, miss: Miss) -> None:
+        text = _miss_text(miss)
+        if text not in self.near_misses:
+            self.near_misses.append(text)
 
     def __str__(self) -> str:
         kind_count = len({p.hash for p in self.programs})
@@ -78,18 +95,6 @@ class Fused:
         return tuple(f"{count} x {text}" for text, count in counts.items())
 
 
-@dataclass
-class _Log:
-    # Nodes that a schedule wants in a region and that are in none so far, and why.
-    unfused: dict[fx.Node, str]
-    programs: list[RegionProgram] = field(default_factory=list)  # one for each region
-    before: int = 0  # as ``Fused.before``, so far
-    after: int = 0  # as ``Fused.after``, so far
-    # Near misses as text, each once, in order.
-    near_misses: dict[str, None] = field(default_factory=dict)
-    rungs: list[Rung] = field(default_factory=list)  # how each region runs
-
-
 def fuse_graph(
     graph: fx.Graph,
     *,
@@ -105,11 +110,10 @@ def fuse_graph(
     beyond_schedule: whether there are other regions than those of the schedule. tune:
     whether rungs are measured, when regions first run.
     """
-    log = _Log(
-        dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
-    )
-    if not beyond_schedule and not log.unfused:
-        return Fused()
+    fused, lacking = Fused(), "no kernel has it together with its collective"
+    wanted = dict.fromkeys(asked_for(graph), lacking)
+    if not beyond_schedule and not wanted:
+        return fused
     drop_double_permutes(graph)
     started: set[str] = set()
     while True:
@@ -118,36 +122,32 @@ def fuse_graph(
         if start is None:
             break
         started.add(start.name)
-        region = (
-            _region(start, facts_of, log)
-            if beyond_schedule or region_of(start)
-            else None
-        )
+        region = None
+        if beyond_schedule or region_of(start):
+            region = _region(start, facts_of, fused, wanted)
         if region is not None:
-            log.programs.append(region.outline.program)
-            rung = log.rungs[-1]
+            rung = fused.rungs[-1]
             replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
-    unfused = tuple(_miss_text(Miss(n, n, why)) for n, why in log.unfused.items())
-    fused = Fused(
-        tuple(log.programs),
-        log.before,
-        log.after,
-        tuple(log.near_misses),
-        unfused,
-        tuple(log.rungs),
-    )
+    fused.unfused = [_miss_text(Miss(n, n, why)) for n, why in wanted.items()]
     if dump is not None:
         _write(fused, Path(dump))
     return fused
 
 
 def _region(
-    start: fx.Node, facts_of: Callable[[str], GroupFacts], log: _Log
+    start: fx.Node,
+    facts_of: Callable[[str], GroupFacts],
+    fused: Fused,
+    wanted: dict[fx.Node, str],
 ) -> SelectedRegion | None:
-    """Return the region of a collective, if it pays or a schedule wants it."""
+    """Return the region of a collective, if it pays or a schedule wants it, and report
+    it. ``wanted``: nodes that a schedule wants in a region and that are in none so far,
+    and why."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
-    log.near_misses |= {_miss_text(miss): None for miss in misses}
-    log.unfused |= {miss.node: miss.why for miss in misses if miss.node in log.unfused}
+    for miss in misses:
+        fused.add_miss(miss)
+        if miss.node in wanted:
+            wanted[miss.node] = miss.why
     if region is None:
         return None
     outline = region.outline
@@ -162,13 +162,14 @@ def _region(
     elif rung.name == "nccl":
         why = f"its collective would run between kernels: {rung.why}"
     if why and not region_of(start):
-        log.near_misses[_miss_text(Miss(start, start, why))] = None
+        fused.add_miss(Miss(start, start, why))
         return None
-    log.rungs.append(rung)
-    log.before += before
-    log.after += after
+    fused.programs.append(outline.program)
+    fused.rungs.append(rung)
+    fused.before += before
+    fused.after += after
     for node in region.members:
-        log.unfused.pop(node, None)
+        wanted.pop(node, None)
     return region
 
 
@@ -289,3 +290,130 @@ def _write(fused: Fused, folder: Path) -> None:
                 kernel = kernel_of(step.program)
                 path = folder / f"region_{program.hash}_{kernel.name}.py"
                 write_dump(path, kernel.text)
+
+
+_WRITE = torch.ops.aten.copy_.default
+
+
+def writes_of(
+    members: Collection[fx.Node], outputs: Collection[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return the results that only a write to an input of the graph reads, with that
+    write. Other readers of the input come before the region, since it depends on
+    them."""
+    inside = set(members)
+    writes: dict[fx.Node, fx.Node] = {}
+    for node in outputs:
+        users = [user for user in node.users if user not in inside]
+        if len(users) == 1 and _is_write(users[0], node):
+            writes[node] = users[0]
+    if not writes:
+        return {}
+    before = _needed_for(inside)
+    return {
+        node: write
+        for node, write in writes.items()
+        if _is_free(write.args[0], inside | {write}, before)
+    }
+
+
+def _is_write(user: fx.Node, value: fx.Node) -> bool:
+    if user.target is not _WRITE or user.users or user.args[1] is not value:
+        return False
+    target = user.args[0]
+    assert isinstance(target, fx.Node)
+    ours, theirs = value.meta["val"], target.meta["val"]
+    return target.op == "placeholder" and all(
+        getattr(ours, key) == getattr(theirs, key)
+        for key in ("shape", "dtype", "device")
+    )
+
+
+def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that a region depends on; also those that change a value before
+    it is read, as the wait of a gather does."""
+    ancestors: set[fx.Node] = set()
+    pending = list(members)
+    while pending:
+        node = pending.pop()
+        for read in node.all_input_nodes:
+            changed = {
+                u for u in read.users if op_facts_of(u.target).mutates and u < node
+            }
+            added = ({read} | changed) - ancestors - set(members)
+            ancestors |= added
+            pending += added
+    return ancestors
+
+
+def _is_free(
+    value: fx.Node, allowed: Collection[fx.Node], before: Collection[fx.Node]
+) -> bool:
+    """Return whether all readers of an input, or of a view of it, are allowed or come
+    before."""
+    return all(
+        user in allowed
+        or (_is_free(user, allowed, before) if is_view(user) else user in before)
+        for user in value.users
+    )
+
+
+def bytes_of(region: SelectedRegion) -> tuple[int, int]:
+    """Return (bytes of several kernels, bytes of one)."""
+    unfused = launches_among(region.members, region.outputs)
+    before = sum(launch.moved for launch in unfused.launches)
+    after = sum(tensor.nbytes for tensor in region.outline.program.inputs)
+    in_memory = {buffer for launch in unfused.launches for buffer in launch.reads}
+    in_memory |= {b for launch in unfused.launches if launch.axes for b in launch.makes}
+    writes = writes_of(region.members, region.outputs)
+    for node, buffers in zip(region.outputs, unfused.outputs, strict=True):
+        # Inductor writes in place, too.
+        stored, read_again = (True, False) if node in writes else _readers(region, node)
+        if not stored:
+            before -= sum(b.nbytes for b in buffers if b not in in_memory)
+        after += nbytes_of(node.meta["val"]) * (1 + read_again)
+    return before, after
+
+
+def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
+    """Return, for a result, whether it is in memory in any case, and whether it has
+    readers that could have been in a kernel with it."""
+    inside = set(region.members)
+    stored = read_again = False
+    pending, seen = [node], set()
+    while pending:
+        at = pending.pop()
+        for user in at.users:
+            if user in inside and not is_view(user) or user in seen:
+                continue
+            seen.add(user)
+            if is_view(user):
+                pending.append(user)
+            elif _can_join(region, user):
+                read_again = True
+            else:
+                stored = True
+    return stored, read_again
+
+
+def _can_join(region: SelectedRegion, user: fx.Node) -> bool:
+    """Return whether Inductor could compute a reader in the kernel of its operand: it
+    is light, and waits for nothing else that takes time."""
+    if op_facts_of(user.target).mutates:
+        return True  # written to in place
+    if user.op == "output" or is_heavy(user) or not is_light(user.target):
+        return False
+    first = region.members[0]
+    inside = set(region.members)
+    pending, seen = [user], {user}
+    while pending:
+        at = pending.pop()
+        if at in inside or at.op == "placeholder" or at < first:
+            continue
+        if is_heavy(at):
+            return False
+        for read in at.all_input_nodes:
+            if read not in seen:
+                seen.add(read)
+                pending.append(read)
+    return True

@@ -18,18 +18,16 @@ from typing import Any
 from fxpar.fusion.kernels.expressions import BY_COLUMN, OPS, SUMS, kind_of
 from fxpar.fusion.kernels.index_arithmetic import (
     VIEWS,
+    CannotEmit,
     Map,
+    Reduction,
+    Space,
     broadcast,
+    reduction_of,
+    reduction_of_output,
     slice_start,
     strided,
     view_map,
-)
-from fxpar.fusion.kernels.reductions import (
-    CannotEmit,
-    Reduction,
-    Space,
-    reduction_of,
-    reduction_of_output,
 )
 from fxpar.fusion.kernels.region_program import (
     Ref,

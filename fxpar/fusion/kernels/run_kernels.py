@@ -1,12 +1,15 @@
-"""Runs a program by its generated kernels, with its collectives between them.
+"""Runs a program op by op, or by its generated kernels with its collectives between
+them.
 
-In: a program, tensors, numbers, the name of the process group. Out: new tensors, or the
-tensors that outputs are written to. Each part between collectives is one kernel,
-compiled once per process; its source is kept as a file next to Inductor's caches, where
-a debugger finds it. Collectives run as functional ops. On CPU kernels run in Triton's
-interpreter if TRITON_INTERPRET is set (it is read when Triton is first imported), else
-the program is interpreted op by op; so is a part that no kernel can have. That choice
-depends on shapes, dtypes and the device alone, so that it never differs between ranks.
+In: a program, tensors, numbers, the name of the process group. Out: new tensors in the
+strides that the program says, or the tensors that outputs are written to. Op by op
+(``interpret``) is the reference for generated kernels, and the way without them. Else
+each part between collectives is one kernel, compiled once per process; its source is
+kept as a file next to Inductor's caches, where a debugger finds it. Collectives run as
+functional ops. On CPU kernels run in Triton's interpreter if TRITON_INTERPRET is set
+(it is read when Triton is first imported), else the program is interpreted op by op; so
+is a part that no kernel can have. That choice depends on shapes, dtypes and the device
+alone, so that it never differs between ranks. Never changes any other input.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import linecache
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -24,10 +28,12 @@ import torch
 
 from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import interpret
-from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
-from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.emit import Kernel, kernel_of
+from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import (
+    GroupName,
+    Number,
+    Ref,
     RegionProgram,
     Tensor,
     contiguous,
@@ -39,6 +45,129 @@ from fxpar.fusion.kernels.split_at_collectives import (
     ComputeStep,
     stages_of,
 )
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes.normalize import random as _random  # noqa: F401
+from fxpar.sharding.op_facts import stated_facts
+
+
+def interpret(
+    program: RegionProgram,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int] = (),
+    group: str = "",
+    into: Mapping[int, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Return the program's outputs; those that ``into`` names are written there."""
+    device = device_of(inputs)
+    values: dict[str, Any] = dict(
+        zip((t.name for t in program.inputs), inputs, strict=True)
+    )
+
+    def operand(x: Ref | Number | GroupName) -> Any:
+        if isinstance(x, Ref):
+            return values[x.name]
+        return numbers[x.index] if isinstance(x, Number) else group
+
+    for line, unread in zip(program.lines, last_read(program), strict=True):
+        kwargs = {k: replaced(v, operand) for k, v in line.kwargs}
+        if stated_facts(line.op).get("constant"):  # made of no operand
+            kwargs["device"] = device
+        values[line.name] = op_of(line.op)(*replaced(line.args, operand), **kwargs)
+        for name in unread:
+            del values[name]
+    return results(program, values, inputs, into or {})
+
+
+def results(
+    program: RegionProgram,
+    values: Mapping[str, torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    into: Mapping[int, torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the outputs, among values by name: in memory of their own, or written to
+    ``into``. All values are read before any is written."""
+    input_storages = {x.untyped_storage().data_ptr() for x in inputs}
+    owned = set(input_storages)
+    outputs = [
+        into[i] if i in into else own(values[t.name], t.stride, owned)
+        for i, t in enumerate(program.outputs)
+    ]
+    written = {i: values[program.outputs[i].name] for i in into}
+    for i, value in written.items():
+        if value.untyped_storage().data_ptr() in input_storages:
+            written[i] = value.clone()  # it may be stored where another goes
+    for i, value in written.items():
+        if value is not into[i]:
+            into[i].copy_(value)
+    return outputs
+
+
+@cache
+def last_read(program: RegionProgram) -> tuple[tuple[str, ...], ...]:
+    """Return, for each line, the values that no later line reads: they need not be
+    kept."""
+    read_later = {t.name for t in program.outputs}
+    out = []
+    for line in reversed(program.lines):
+        names = {name for name in (line.name, *line.refs) if name not in read_later}
+        read_later |= names
+        out.append(tuple(sorted(names)))
+    return tuple(reversed(out))
+
+
+_CPU = torch.device("cpu")
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of most tensors: numbers on the CPU may occur next to tensors
+    elsewhere."""
+    for x in tensors:
+        if not x.is_cpu:
+            return x.device
+    return _CPU
+
+
+def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor:
+    """Return ``x`` in memory of its own, which is added to ``owned``, and in these
+    strides."""
+    place = x.untyped_storage().data_ptr()
+    if tuple(x.stride()) != tuple(stride) or (place in owned and x.numel()):
+        copy = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        x = copy.copy_(x)
+    owned.add(x.untyped_storage().data_ptr())
+    return x
+
+
+# Ops that do not run by their own kernels: a gather on CPU runs as
+# ``give_outputs`` makes it.
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
+    "_c10d_functional.all_gather_into_tensor.default": lambda x, count, group: _gather(
+        x, count, group
+    ),
+}
+
+
+def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    ours, c10d = torch.ops.fxpar, torch.ops._c10d_functional
+    if x.device.type == "cpu" and not x.is_complex():
+        return ours.all_gather_into_tensor(x, count, group)
+    return c10d.all_gather_into_tensor(x, count, group)
+
+
+@cache
+def op_of(name: str) -> Callable[..., Any]:
+    """Return the function that runs an op of a line."""
+    if name in _INSTEAD:
+        return _INSTEAD[name]
+    if name.startswith("prims."):
+        _torch.inductor.inductor_prim("seeds")  # Inductor registers some of them
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part)
+    return op
+
 
 ALIGNED = 16  # bytes of the widest load
 
@@ -50,11 +179,11 @@ def run(
     group: str = "",
     into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the program's outputs, as ``interpret.run`` does. Raises FxparError where
+    """Return the program's outputs, as ``interpret`` does. Raises FxparError where
     Triton or the device takes no kernel."""
-    device, into = interpret.device_of(inputs), into or {}
+    device, into = device_of(inputs), into or {}
     if not has_kernels(device):
-        return interpret.run(program, inputs, numbers, group, into)
+        return interpret(program, inputs, numbers, group, into)
     values = dict(zip(names_of(program), inputs, strict=True))
     alone = alone_of(program, inputs, device)
     steps = stages_of(program)
@@ -73,7 +202,7 @@ def run(
         # A later part could read what an earlier one overwrites.
         into_here = targets if i == last else {}
         values |= run_kernel(kernel, values, numbers, device, into_here, program)
-    return interpret.results(program, values, inputs, into)
+    return results(program, values, inputs, into)
 
 
 @cache
@@ -99,7 +228,6 @@ def _is_interpreter() -> bool:
 
 
 _NONE: frozenset[str] = frozenset()
-_CPU = torch.device("cpu")
 
 
 def alone_of(
@@ -119,7 +247,7 @@ def alone_of(
 def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tensor:
     """Return the result of a collective, waited for."""
     args = replaced(step.line.args[1:], lambda _: group)
-    result = interpret.op_of(step.line.op)(operand.contiguous(), *args)
+    result = op_of(step.line.op)(operand.contiguous(), *args)
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
@@ -127,7 +255,7 @@ def _interpreted(
     part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Return the results of a part, by name, without a kernel."""
-    results = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
+    results = interpret(part, [values[t.name] for t in part.inputs], numbers)
     return dict(zip((t.name for t in part.outputs), results, strict=True))
 
 

@@ -26,9 +26,21 @@ from torch import fx
 
 from fxpar.fusion.kernels.emit import emit_body
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
-from fxpar.fusion.kernels.index_arithmetic import SAME_ORDER
+from fxpar.fusion.kernels.index_arithmetic import (
+    CAST,
+    LONGEST,
+    SAME_ORDER,
+    CannotEmit,
+    reduction_of,
+)
 from fxpar.fusion.kernels.placement import KNOWN
-from fxpar.fusion.kernels.reductions import CAST, LONGEST, CannotEmit, reduction_of
+from fxpar.fusion.kernels.region_program import (
+    OWN_GATHER,
+    OWN_WAIT,
+    Outline,
+    op_name,
+    outline,
+)
 from fxpar.fusion.kernels.split_at_collectives import (
     MOVES,
     REDUCE_SCATTER,
@@ -36,16 +48,13 @@ from fxpar.fusion.kernels.split_at_collectives import (
     ComputeStep,
     stages_of,
 )
-from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
 from fxpar.graph.builder import region_of
 from fxpar.sharding.cost.op import is_contraction, is_light, is_view, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
 
 REGION = "fxpar.region.default"
-_OWN_GATHER = "fxpar.all_gather_into_tensor.default"
-_OWN_WAIT = "fxpar.wait_gather.default"
-_STARTS = MOVES | {_OWN_GATHER}
-WAITS = frozenset({WAIT, _OWN_WAIT})
+_STARTS = MOVES | {OWN_GATHER}
+WAITS = frozenset({WAIT, OWN_WAIT})
 
 # Attempts to leave out nodes that the emitter refuses.
 _ATTEMPTS = 40
@@ -150,7 +159,7 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
     inside = set(members)
     read_outside = set()
     for node in members:
-        if op_name(node) == _OWN_WAIT or all(u in inside for u in node.users):
+        if op_name(node) == OWN_WAIT or all(u in inside for u in node.users):
             continue
         while is_view(node) and node.args[0] in inside:
             node = node.args[0]
@@ -207,7 +216,7 @@ class _Growth:
         return True
 
     def _add_move(self, start: fx.Node, wait: fx.Node, stage: int) -> None:
-        own_gather = op_name(start) == _OWN_GATHER
+        own_gather = op_name(start) == OWN_GATHER
         self.members[start] = stage + own_gather
         self.members[wait] = stage + 1
         self.counts[stage + 1] = _count(start)

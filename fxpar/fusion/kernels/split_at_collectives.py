@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import (
     Ref,
     RegionProgram,

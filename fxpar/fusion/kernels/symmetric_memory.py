@@ -20,7 +20,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,8 +55,6 @@ class Memory:
     own: torch.Tensor  # this rank's piece, uint8
     keep: Any = None  # keeps the pieces alive
     multicast: int = 0  # the address through which a switch reaches all pieces, or 0
-    # Returns all ranks' pieces as tensors (uint8).
-    tensors: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,6 @@ class Provider:
     cooperative: bool = False
     multicast: bool = False  # whether its memory has a multicast address, however large
     meeting: Meeting | None = None  # where its ranks exchange their results
-    # Runs a matmul overlapping with copies where there are no streams.
-    overlap: Callable[..., None] | None = None
     _memory: Memory | None = None  # holds the halves; None before the first call
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had
@@ -100,7 +95,6 @@ class Provider:
     _words: torch.Tensor | None = None  # a copy of what kernels report, in flight
     _copied: Any = None  # the CUDA event after that copy
     _looked: float = 0.0  # when it was begun, in seconds of ``time.monotonic``
-    _second: Any = None  # the stream of ``second``, once asked for
 
     def workspace(self, nbytes: int) -> Workspace:
         """Return the next half, of at least ``nbytes`` bytes. Raises Unshared where
@@ -117,21 +111,6 @@ class Provider:
         """Grow now, if that many bytes need it: all ranks together."""
         if nbytes > self._half:
             self._grow(nbytes)
-
-    def tensors(self, space: Workspace) -> tuple[torch.Tensor, ...]:
-        """Return all ranks' buffers of a workspace, uint8, for a copy engine."""
-        memory = self._memory
-        assert memory is not None and memory.tensors is not None
-        start = space.own.data_ptr() - memory.own.data_ptr()
-        end = start + space.own.numel()
-        return tuple(x[start:end] for x in memory.tensors())
-
-    def second(self) -> Any:
-        """Return a stream for copies that overlap with kernels, and for kernels of one
-        program."""
-        if self._second is None:
-            self._second = torch.cuda.Stream(self.device, priority=-1)
-        return self._second
 
     def check(self) -> None:
         """Wait for the report of kernels. Raises FxparError if one missed a rank."""
@@ -287,8 +266,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         own.zero_()
         addresses, keep, multicast = meeting.agreed(lambda: meet(own))
         assert addresses[rank] == own.data_ptr(), "ranks' memory is in another order"
-        tensors = partial(_torch.distributed.symmetric_tensors, keep, ranks)
-        return Memory(addresses, own, keep, multicast, tensors)
+        return Memory(addresses, own, keep, multicast)
 
     properties = torch.cuda.get_device_properties(device)
     words = f"{_machine()}\n{properties.uuid}\n{properties.multi_processor_count}"

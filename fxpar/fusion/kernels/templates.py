@@ -17,7 +17,7 @@ that all ranks read.
 Sums are in float32 and in the order of ranks, so values that should be equal on ranks
 are equal to the bit. Program i of a rank waits for program i of the others alone; so in
 each phase it reads only what program i of any rank wrote: a value that is read in
-another order than it is given has no template. Never runs anything (``run_fused``
+another order than it is given has no template. Never runs anything (``region_op``
 does), and knows no rank: a rank's number is an argument.
 
 After one-shot and two-shot all-reduce of PyTorch (CUDASymmetricMemoryOps) and kraken.
@@ -34,24 +34,27 @@ from dataclasses import dataclass
 
 from fxpar.fusion.kernels.emit import (
     Body,
+    Kernel,
     Sink,
     Source,
     emit_body,
-    masked,
-    number_source,
-    pointer_sink,
-    pointer_source,
-)
-from fxpar.fusion.kernels.expressions import DTYPES
-from fxpar.fusion.kernels.kernel_text import (
-    Kernel,
     function,
     is_wide,
     loops_of,
+    masked,
+    number_source,
     phase,
+    pointer_sink,
+    pointer_source,
     warps_of,
 )
-from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
+from fxpar.fusion.kernels.expressions import DTYPES
+from fxpar.fusion.kernels.index_arithmetic import (
+    FLAT_BLOCK,
+    CannotEmit,
+    Space,
+    space_of,
+)
 from fxpar.fusion.kernels.region_program import RegionProgram, Tensor, dtype_of
 from fxpar.fusion.kernels.split_at_collectives import (
     CollectiveStep,

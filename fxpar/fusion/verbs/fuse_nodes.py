@@ -206,7 +206,8 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
         cut_up = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
         rows = build.call(aten.reshape.default, x, cut_up)
         rows = build.call(aten.movedim.int, rows, dim, 0)
-        flat.append(build.call(aten.reshape.default, rows, [count, -1]))
+        size = x.meta["val"].numel() // count
+        flat.append(build.call(aten.reshape.default, rows, [count, size]))
     whole_row = build.call(aten.cat.default, flat, 1)
     args: Any = (0, *nodes[0].args[2:])
     whole = collective_nodes.step(
@@ -219,7 +220,11 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
 def _collected(build: Builder, nodes: Nodes) -> Any:
     """Join all-gathers: one row per rank, of the rank's own operands."""
     count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
-    flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
+    operands = [n.all_input_nodes[0] for n in nodes]
+    flat = [
+        build.call(aten.reshape.default, x, [1, x.meta["val"].numel()])
+        for x in operands
+    ]
     rows = build.call(aten.cat.default, flat, 1)
     whole = collective_nodes.step(
         build,
@@ -228,7 +233,7 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
         0,
         collective_nodes.axes_of(nodes[0]),
     )
-    starts = _starts(nodes, [n.all_input_nodes[0] for n in nodes])
+    starts = _starts(nodes, operands)
 
     def cut(node: fx.Node) -> fx.Node:
         x: Any = node.args[0]

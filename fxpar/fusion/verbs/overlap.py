@@ -64,12 +64,9 @@ class _Chunked(Builder):
 class Chunks:
     """Says how the value at the collective's compute side is cut in chunks."""
 
-    # The dim of that value along which chunks are cut.
-    dim: int
-    # Number of chunks, in each of ``ranks`` parts.
-    chunks: int
-    # 1, or the number of ranks in whose parts of the dim the chunks are.
-    ranks: int = 1
+    dim: int  # the dim of that value along which chunks are cut
+    chunks: int  # number of chunks, in each of ``ranks`` parts
+    ranks: int = 1  # 1, or the number of ranks in whose parts of the dim the chunks are
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
         """Append chunk ``i`` of a whole value along its ``dim``."""

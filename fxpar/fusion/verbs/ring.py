@@ -44,10 +44,8 @@ def of_rank(
 class Ring:
     """Is the order of parts of a value that ranks pass on."""
 
-    # The axes along which ranks pass them on.
-    axes: Axes
-    # The dim of the value that is in parts.
-    dim: int
+    axes: Axes  # the axes along which ranks pass them on
+    dim: int  # the dim of the value that is in parts
     # Each part once, counted from a rank's own, in the order in which the rank comes to
     # them.
     parts: tuple[int, ...]

@@ -54,7 +54,7 @@ from fxpar.passes.order.order_collectives import (
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
+from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 

@@ -53,12 +53,9 @@ class _NotRun(Exception):
 class _Failure:
     """Is a way to run the op that gives other numbers than one device."""
 
-    # The factor that was split; None: an operand was partial.
-    factor: str | None
-    # Whether shards had unequal sizes.
-    is_uneven: bool
-    # The error of the run, or of the comparison.
-    error: Exception
+    factor: str | None  # the factor that was split; None: an operand was partial
+    is_uneven: bool  # whether shards had unequal sizes
+    error: Exception  # the error of the run, or of the comparison
 
 
 def check_user_rules(decision: Decision) -> None:

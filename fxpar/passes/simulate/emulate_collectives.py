@@ -135,7 +135,9 @@ def _matmul_scatter(args: Ranks) -> Ranks:
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Return the reduction of values, in order."""
+    """Return the reduction of values, in order, in memory of its own."""
+    if len(values) == 1:
+        return values[0].clone()
     if op != "avg":
         return functools.reduce(COMBINE[op], values)
     count, dtype = len(values), values[0].dtype
@@ -168,8 +170,10 @@ def all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
 
 
 def permute(members: Ranks, sources: Sequence[int], *_: Any) -> Ranks:
-    """Return for each member the value of the member that it names."""
-    return [members[i] for i in sources]
+    """Return for each member a copy of the value of the member that it names, which may
+    write over its own later."""
+    copies = {id(x): x.clone() for x in members}
+    return [copies[id(members[i])] for i in sources]
 
 
 def coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.passes.simulate.launches import PhaseReader
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
+from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
 from fxpar.sharding.cost.launch import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
@@ -58,16 +57,13 @@ class Residency:
         return [b for b in self.born if self.born[b] <= launch <= self.dies[b]]
 
 
-def residency(
-    launches: Launches, *, keep_inputs: bool = True, in_place: bool = True
-) -> Residency:
-    """Return when the buffers of launches are in memory. ``keep_inputs``: inputs stay
-    to the end, as parameters do, not to their last use. ``in_place``: an all-reduce, or
-    a sum over microbatches, overwrites an operand that nothing else needs, as Inductor
-    does."""
+def residency(launches: Launches, *, in_place: bool = True) -> Residency:
+    """Return when the buffers of launches are in memory; inputs stay to the end, as
+    parameters do. ``in_place``: an all-reduce, or a sum over microbatches, overwrites
+    an operand that nothing else needs, as Inductor does."""
     born = dict.fromkeys(launches.inputs, -1)
     end = len(launches.launches)
-    dies = dict.fromkeys(launches.inputs, end if keep_inputs else -1)
+    dies = dict.fromkeys(launches.inputs, end)
     waits = {x.of: i for i, x in enumerate(launches.launches) if x.of is not None}
     for i, launch in enumerate(launches.launches):
         until = waits.get(launch, i)
@@ -113,8 +109,7 @@ def _bytes_by_launch(
     for buffer, i in dies.items():
         freed[i] += buffer.nbytes
     total = sum(buffer.nbytes for buffer in launches.inputs)
-    yield -1, total, total, total - freed[-1]
-    total -= freed[-1]
+    yield -1, total, total, total
     for i, launch in enumerate(launches.launches):
         allocated = sum(buffer.nbytes for buffer in launch.writes)
         yield i, allocated, total + allocated, total + allocated - freed[i]

@@ -9,18 +9,29 @@ takes its launch and the larger of arithmetic and memory (``Hardware.seconds``),
 collective the time of ``sharding.cost.collectives``: the share ``Hardware.beside`` of
 it delays the kernels, where it is called, and the rest overlaps with them. The host is
 always ahead of the device. ``peak_memory`` computes the memory.
+
+``predict_step`` gives the timeline of the slowest rank of a graph that is not ordered
+yet, joint or not. Forward and backward are partitioned and ordered as when compiled;
+the stages of a pipeline are simulated together, and ranks whose shards or speeds differ
+one by one. Recomputation follows a simpler rule than AOTAutograd's, fusion simpler ones
+than Inductor's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from fxpar._torch import fake
+from fxpar.graph.pipeline_ops import OF_STAGES
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.order_collectives import DEFAULT, Settings
+from fxpar.passes.rank_sizes import sized
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
@@ -28,8 +39,10 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.launch import Launch, Launches
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.program import user_line
 from fxpar.sharding.reshard.steps import KINDS
+from fxpar.sharding.search.unequal_shards import distinct_ranks
 
 __all__ = [
     "COMPUTE",
@@ -58,28 +71,19 @@ class Event:
     # The name of its last op, with ``_wait`` appended for a wait that is no op; in
     # stages, the name of the action.
     name: str
-    # "fused", "contraction", "alone", "wait", or a collective.
-    kind: str
-    # "compute", or axes joined by "+".
-    stream: str
-    # In seconds of the step.
-    start: float
-    # Seconds; for a wait, those in which compute is idle because of it.
-    duration: float
-    # A collective's axes; empty for any other launch.
-    axes: tuple[str, ...] = ()
+    kind: str  # "fused", "contraction", "alone", "wait", or a collective
+    stream: str  # "compute", or axes joined by "+"
+    start: float  # in seconds of the step
+    duration: float  # seconds; for a wait, those in which compute is idle because of it
+    axes: tuple[str, ...] = ()  # a collective's axes; empty for any other launch
     # Bytes that a kernel moves through memory; for a collective ``plan.Collective``'s.
     bytes: int = 0
-    # A contraction's flops.
-    flops: float = 0.0
-    # Number of ops that it runs.
-    nodes: int = 1
-    # Name of the collective that a wait waits for.
-    of: str | None = None
+    flops: float = 0.0  # a contraction's flops
+    nodes: int = 1  # number of ops that it runs
+    of: str | None = None  # name of the collective that a wait waits for
     # Name of the node of the one-device graph; None: it has none.
     origin: str | None = None
-    # The user's line.
-    line: str | None = None
+    line: str | None = None  # the user's line
 
     @property
     def end(self) -> float:
@@ -90,54 +94,37 @@ class Event:
 class LiveTensor:
     """Is a tensor in memory at the peak."""
 
-    # The name of the node that computes it.
-    name: str
-    # On one rank.
-    bytes: int
-    # The user's line.
-    line: str | None = None
+    name: str  # the name of the node that computes it
+    bytes: int  # on one rank
+    line: str | None = None  # the user's line
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Is the sum of the collectives of one kind along the same axes."""
 
-    # As in ``plan.Collective``.
-    kind: str
-    # The axes over which they communicate.
-    axes: tuple[str, ...]
-    # Number of collectives.
-    calls: int
-    # As in ``plan.Collective``.
-    bytes: int
-    # Bytes that one rank sends, by a ring where there are several algorithms.
-    sent: int
+    kind: str  # as in ``plan.Collective``
+    axes: tuple[str, ...]  # the axes over which they communicate
+    calls: int  # number of collectives
+    bytes: int  # as in ``plan.Collective``
+    sent: int  # bytes that one rank sends, by a ring where there are several algorithms
 
 
 @dataclass(frozen=True)
 class Timeline:
     """Is one step of one rank, in seconds and bytes."""
 
-    # In the order in which they are launched.
-    events: tuple[Event, ...]
-    # Duration of the step.
-    seconds: float
-    # Sum of the kernels.
-    compute_seconds: float
-    # Sum of the collectives, overlapping or not.
-    communication_seconds: float
+    events: tuple[Event, ...]  # in the order in which they are launched
+    seconds: float  # duration of the step
+    compute_seconds: float  # sum of the kernels
+    communication_seconds: float  # sum of the collectives, overlapping or not
     # Time in which collectives run and no kernel does, or delay kernels.
     exposed_seconds: float
-    # Collectives, summed up by kind and axes.
-    traffic: tuple[Traffic, ...]
-    # (time, bytes) at each change.
-    memory: tuple[tuple[float, int], ...]
-    # The most in memory at a time.
-    peak_bytes: int
-    # The largest tensors at the peak, largest first.
-    held: tuple[LiveTensor, ...]
-    # When the backward of a joint graph begins.
-    backward: float | None = None
+    traffic: tuple[Traffic, ...]  # collectives, summed up by kind and axes
+    memory: tuple[tuple[float, int], ...]  # (time, bytes) at each change
+    peak_bytes: int  # the most in memory at a time
+    held: tuple[LiveTensor, ...]  # the largest tensors at the peak, largest first
+    backward: float | None = None  # when the backward of a joint graph begins
 
     @property
     def hidden_seconds(self) -> float:
@@ -158,24 +145,20 @@ def simulate(
     mesh: Mesh,
     hardware: Hardware,
     *,
-    keep_inputs: bool = True,
     fused: bool = True,
-    tf32: bool = False,
     launches: Launches | None = None,
 ) -> Timeline:
     """Return the timeline of one step of a local graph, joint or not, in its order.
 
-    mesh: with the hardware's links (``hardware.on(mesh)``). keep_inputs: whether inputs
-    stay in memory to the end, as parameters do, or to their last use. fused: False for
-    one kernel per op, launched eagerly. tf32: float32 contractions run in TF32.
-    launches: those of the graph, if they are known.
+    mesh: with the hardware's links (``hardware.on(mesh)``). fused: False for one kernel
+    per op, launched eagerly. launches: those of the graph, if they are known.
 
     Raises PlanError for an unknown collective, or a group that names no axes.
     """
     launches = launches or launches_of(graph, fused=fused)
-    work = _work(launches, mesh, _machine(hardware, fused), tf32)
+    work = _work(launches, mesh, _machine(hardware, fused))
     times = Simulation(work.tasks)
-    live = residency(launches, keep_inputs=keep_inputs, in_place=fused)
+    live = residency(launches, in_place=fused)
     events = _events(launches.launches, work, times)
     in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
     first = next(in_backward, None)
@@ -200,7 +183,7 @@ def launch_seconds(
     """Return the seconds of each launch by itself, by the name of its last node;
     arguments and errors as for ``simulate``."""
     launches = launches_of(graph, fused=fused)
-    work = _work(launches, mesh, _machine(hardware, fused), False)
+    work = _work(launches, mesh, _machine(hardware, fused))
     names = (launch.nodes[-1].name for launch in launches.launches)
     return {name: work.seconds(i) for i, name in enumerate(names)}
 
@@ -214,12 +197,9 @@ class _LaunchTasks:
     """Holds the tasks of some launches. A collective may have two: the time by which it
     delays kernels, and the rest, which overlaps with them."""
 
-    # In the order of the launches.
-    tasks: list[Task]
-    # For each launch, the index of its first task.
-    first: list[int]
-    # For each launch, the index of its last task.
-    last: list[int]
+    tasks: list[Task]  # in the order of the launches
+    first: list[int]  # for each launch, the index of its first task
+    last: list[int]  # for each launch, the index of its last task
 
     def seconds(self, i: int) -> float:
         """Return the seconds of launch i, without waits."""
@@ -231,9 +211,7 @@ class _LaunchTasks:
         return sum(self.tasks[a].seconds for a, b in pairs if a != b)
 
 
-def _work(
-    program: Launches, mesh: Mesh, hardware: Hardware, tf32: bool
-) -> _LaunchTasks:
+def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
     where = {launch: i for i, launch in enumerate(program.launches)}
     work = _LaunchTasks([], [], [])
     for launch in program.launches:
@@ -256,7 +234,6 @@ def _work(
                 launch.flops + hardware.masked * launch.hidden_flops,
                 launch.dims,
                 launch.dtype,
-                tf32=tf32,
                 family=launch.family,
             )
             work.tasks.append(Task(launch.name, seconds))
@@ -343,3 +320,34 @@ def _largest(live: Residency) -> tuple[LiveTensor, ...]:
     return tuple(
         LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
     )
+
+
+def predict_step(
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    settings: Settings = DEFAULT,
+    disable: Collection[str] = (),
+    fused: bool = True,
+) -> Timeline:
+    """Return the timeline of one step. ``settings``, ``disable``: settings and disabled
+    passes of the order; ``fused``: as for ``simulate``, which says what is raised."""
+    axis = pipeline_axis(mesh)
+    if axis is not None:
+        simulate_stages = OF_STAGES["simulate"]
+        timeline: Timeline = simulate_stages(
+            graph, hardware.on(mesh), axis, hardware, fused=fused
+        )
+        return timeline
+    graph = as_run(graph, disable=disable, settings=settings)
+    if mesh.is_shared_equally:
+        machine = hardware.at_speed(mesh.slowest)
+        return simulate(graph, machine.on(mesh), machine, fused=fused)
+    values = [node.meta.get("val") for node in graph.nodes]
+    mode = fake.mode_of(values) or fake.new_fake_mode()
+    lines = []
+    for rank, speed in distinct_ranks(mesh):
+        machine, own = hardware.at_speed(speed), sized(graph, mesh, rank, mode)
+        lines.append(simulate(own, machine.on(mesh), machine, fused=fused))
+    return max(lines, key=lambda line: line.seconds)

@@ -20,8 +20,8 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
 from fxpar.fusion.kernels.implementations import GroupFacts
-from fxpar.fusion.kernels.interpret import device_of
-from fxpar.fusion.kernels.run_fused import facts_of, provider_of
+from fxpar.fusion.kernels.region_op import facts_of, provider_of
+from fxpar.fusion.kernels.run_kernels import device_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.graph import size_nodes

@@ -27,9 +27,9 @@ from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
+from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.peak_memory import by_kind
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState

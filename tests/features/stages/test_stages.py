@@ -21,7 +21,7 @@ from fxpar.features.stages.program_at_place import program_at
 from fxpar.features.stages.stage_kinds import home_of
 from fxpar.graph import pipeline_ops
 from fxpar.passes.simulate.lockstep import run_stages
-from fxpar.passes.simulate.predict_step import predict_step
+from fxpar.passes.simulate.simulate_step import predict_step
 from fxpar.sharding.cost.hardware_table import Level, Measured
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan

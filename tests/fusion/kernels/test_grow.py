@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
-from fxpar.fusion.kernels.kernel_text import kernel_of
+from fxpar.fusion.kernels.region_program import op_name
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
-from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.graph.builder import REGION
 from tests.helpers.kernels.fused_graphs import (
     ELSEWHERE,
@@ -251,11 +251,11 @@ def test_an_unknown_op_is_told_with_its_line() -> None:
     node.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    y.cumsum(-1)'
     found = fuse_graph(graph, facts_of=lambda group: facts("interpret"))
     assert len(found.programs) == 1
-    assert found.near_misses == (
+    assert found.near_misses == [
         "near miss: cumsum (aten.cumsum.default) is not fused with all_reduce: "
         "aten.cumsum.default has no form in a generated kernel\n"
         "  at: model.py:7: y.cumsum(-1)",
-    )
+    ]
 
 
 def test_other_rows_are_left_out() -> None:

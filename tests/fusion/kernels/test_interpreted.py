@@ -14,11 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpar.fusion.kernels import interpret, run_kernels
-from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
-from fxpar.fusion.kernels.kernel_text import function, kernel_of, phase
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.emit import (
+    Sink,
+    Source,
+    emit_body,
+    function,
+    kernel_of,
+    masked,
+    phase,
+)
+from fxpar.fusion.kernels.index_arithmetic import space_of
 from fxpar.fusion.kernels.placement import KNOWN
-from fxpar.fusion.kernels.reductions import space_of
 from fxpar.fusion.kernels.split_at_collectives import stages_of
 from fxpar.passes.normalize import random
 from tests.helpers.kernels import samples
@@ -90,7 +97,7 @@ def test_piece_in_bf16(name: str) -> None:
     inputs = [given[k] for k in order]
     wide = widened(found.program, "float32")
     up = [x.float() if x.dtype is torch.bfloat16 else x for x in inputs]
-    want = interpret.run(wide, up, found.numbers)
+    want = run_kernels.interpret(wide, up, found.numbers)
     kernels = compared(found, inputs, want)
     assert kernels.kernels and kernels.ulps <= HALF
 
@@ -190,10 +197,12 @@ def test_templates_read_and_write_elsewhere() -> None:
     given = {n: torch.randn(ROWS, WIDTH, generator=draw) for n in names}
     run_kernels.module_of("both", text).both[(2,)](*given.values(), PROGRAMS=2)
     operand = given[f"{first.program.inputs[0].name}_ptr"]
-    (sent,) = interpret.run(first.program, [operand])
+    (sent,) = run_kernels.interpret(first.program, [operand])
     values = {move.result: sent * 2 + given["theirs_ptr"]}
     values |= {n.removesuffix("_ptr"): x for n, x in given.items()}
-    want = interpret.run(last.program, [values[t.name] for t in last.program.inputs])
+    want = run_kernels.interpret(
+        last.program, [values[t.name] for t in last.program.inputs]
+    )
     assert apart(given["mine_ptr"], sent) <= F32
     assert apart(given[f"{last.program.outputs[0].name}_ptr"], want[0]) <= F32
 
@@ -205,8 +214,8 @@ def check_region(seed: int) -> bool:
     inputs = [given[k] for k in order]
     wide = in_dtype(found.program, "float32", "float64")
     up = [x.double() if x.dtype is torch.float32 else x for x in inputs]
-    want = interpret.run(wide, up, found.numbers)
-    plain = interpret.run(found.program, inputs, found.numbers)
+    want = run_kernels.interpret(wide, up, found.numbers)
+    plain = run_kernels.interpret(found.program, inputs, found.numbers)
     kernels = compared(found, inputs, want)
     rounding = max(map(apart, plain, want), default=0.0)
     assert kernels.error <= F32 + 10 * rounding, seed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import run_fused, run_kernels
-from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
+from fxpar.fusion.kernels import region_op, run_kernels
+from fxpar.fusion.kernels.emit import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import RegionProgram, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared
 from tests.helpers.kernels import samples
@@ -107,13 +107,13 @@ def test_without_room_collectives_run_between_kernels(monkeypatch) -> None:
     (program,) = fused(GRAPHS["prologue"])[1].programs
     (provider,) = virtual(1, CPU, programs=2)
     monkeypatch.setattr(run_kernels, "has_kernels", lambda _: True)
-    monkeypatch.setattr(run_fused, "provider_of", lambda *_: provider)
-    monkeypatch.setattr(run_fused, "planned", lambda *_: mock.Mock())
+    monkeypatch.setattr(region_op, "provider_of", lambda *_: provider)
+    monkeypatch.setattr(region_op, "planned", lambda *_: mock.Mock())
     monkeypatch.setattr(run_kernels, "run", lambda *_: ["by itself"])
 
     def none(*_: Any) -> Any:
         raise Unshared("no room")
 
-    monkeypatch.setattr(run_fused, "launched", none)
+    monkeypatch.setattr(region_op, "launched", none)
     inputs = [torch.ones(t.shape) for t in program.inputs]
-    assert run_fused.run(program, inputs, group="g") == ["by itself"]
+    assert region_op.run(program, inputs, group="g") == ["by itself"]

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.kernel_text import kernel_of
-from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.emit import kernel_of
+from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of

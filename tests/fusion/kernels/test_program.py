@@ -15,15 +15,13 @@ from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.index_arithmetic import (
     Map,
+    Reduction,
     broadcast,
     permuted,
-    sliced,
-    strided,
-)
-from fxpar.fusion.kernels.reductions import (
-    Reduction,
     reduction_of,
     reduction_of_output,
+    sliced,
+    strided,
 )
 from fxpar.fusion.kernels.region_program import RegionProgram, contiguous
 from fxpar.fusion.kernels.split_at_collectives import (

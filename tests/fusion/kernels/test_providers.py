@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import run_fused, symmetric_memory
+from fxpar.fusion.kernels import region_op, symmetric_memory
 from fxpar.fusion.kernels.symmetric_memory import (
     HEAD,
     Provider,
@@ -120,7 +120,7 @@ def test_no_room_on_one_rank_is_none_on_all(monkeypatch, failing: int) -> None:
 
 
 def test_no_memory_is_shared_on_cpu_unless_said() -> None:
-    assert run_fused.provider_of("a group of CPUs", CPU) is None
+    assert region_op.provider_of("a group of CPUs", CPU) is None
 
 
 def test_a_provider_ends_with_its_group() -> None:
@@ -130,11 +130,11 @@ def test_a_provider_ends_with_its_group() -> None:
     for known in (None, None):  # of the second one nothing is known again
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         name = _torch.distributed.default_group().group_name
-        assert run_fused.provider_of(name, CPU) is known
-        run_fused.install(name, "cpu", provider)
-        assert run_fused.provider_of(name, CPU) is provider
+        assert region_op.provider_of(name, CPU) is known
+        region_op.install(name, "cpu", provider)
+        assert region_op.provider_of(name, CPU) is provider
         dist.destroy_process_group()
-    assert run_fused.provider_of(name, CPU) is None
+    assert region_op.provider_of(name, CPU) is None
 
 
 class Gpus:

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fxpar.fusion.kernels import run_fused, run_kernels
-from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels import region_op, run_kernels
+from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
 from fxpar.fusion.kernels.templates import Template, template_of
@@ -266,7 +266,7 @@ def test_streams_of_one_gpu_play_ranks(name: str, ranks: int) -> None:
                 zip((t.name for t in found.program.inputs), given, strict=True)
             )
             numbers = found.numbers[rank]
-            ready.append(run_fused.prepared(made, values, numbers, provider))
+            ready.append(region_op.prepared(made, values, numbers, provider))
         torch.cuda.synchronize(device)
         for stream, (arguments, _) in zip(streams, ready, strict=True):
             with torch.cuda.stream(stream):

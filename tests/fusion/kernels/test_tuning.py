@@ -12,9 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from fxpar import cache_files
-from fxpar.fusion.kernels import autotune
-from fxpar.fusion.kernels.autotune import Run, TunedWay, fastest, tuned, ways_of
-from fxpar.fusion.kernels.implementations import GroupFacts, choose
+from fxpar.fusion.kernels import implementations
+from fxpar.fusion.kernels.implementations import (
+    GroupFacts,
+    Run,
+    TunedWay,
+    choose,
+    fastest,
+    tuned,
+    ways_of,
+)
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
@@ -138,13 +145,13 @@ def test_the_first_ranks_file_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of other machines have other files, or none."""
-    kept = autotune._text_of
+    kept = implementations._text_of
     here = threading.local()
 
     def of_rank(path: Path) -> str:
         return kept(path) if here.rank == 0 else ""
 
-    monkeypatch.setattr(autotune, "_text_of", of_rank)
+    monkeypatch.setattr(implementations, "_text_of", of_rank)
     times = {ONE: 3.0, TWO: 1.0, NCCL: 2.0}
     ran, prepare, clock = clocks(times, times)
     p = program()

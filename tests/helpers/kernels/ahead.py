@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
+from fxpar.fusion.kernels.emit import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
 from tests.helpers.kernels import samples

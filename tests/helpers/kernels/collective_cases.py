@@ -26,8 +26,8 @@ from triton.runtime.interpreter import interpreter_builder
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import (
     device_functions,
-    interpret,
-    run_fused,
+    region_op,
+    run_kernels,
     symmetric_memory,
     templates,
 )
@@ -302,7 +302,7 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
         for rank, v in enumerate(values):
             part = step.program
             args = [v[t.name] for t in part.inputs]
-            made = interpret.run(part, args, found.numbers[rank])
+            made = run_kernels.interpret(part, args, found.numbers[rank])
             v |= dict(zip((t.name for t in part.outputs), made, strict=True))
     return [[v[t.name] for t in program.outputs] for v in values]
 
@@ -316,14 +316,14 @@ def kernels(
     """The program's results by its kernel."""
     program, numbers = found.program, found.numbers[rank]
     if found.case.shots == 1 and program.ranks in RANKS:
-        made = run_fused.fused(program, given, numbers, GROUP, rung=rung)
+        made = region_op.fused(program, given, numbers, GROUP, rung=rung)
         assert made is not None, "no kernel was made"
         return made
     how = {"shots": found.case.shots, "switch": found.case.switch}
     template = templates.template_of(program, **how, programs=PROGRAMS)
-    provider = run_fused.provider_of(GROUP, torch.device("cpu"))
+    provider = region_op.provider_of(GROUP, torch.device("cpu"))
     values = dict(zip((t.name for t in program.inputs), given, strict=True))
-    made = run_fused.launched(template, values, numbers, provider)
+    made = region_op.launched(template, values, numbers, provider)
     return [made[t.name] for t in program.outputs]
 
 
@@ -385,7 +385,7 @@ def _run_rank(
     store = torch.distributed.FileStore(str(folder / "store"), ranks)
     symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
-    run_fused.install(GROUP, "cpu", provider)
+    region_op.install(GROUP, "cpu", provider)
     break_it(mode, rank, provider)
     rung = mode if mode == "measured" else ""
     results = {}
@@ -399,7 +399,7 @@ def _run_rank(
         raised = lost(next(iter(jobs.values())), rank, provider)
     ways: dict[str, str] = {}
     if rung:
-        ways = {p.title: str(way) for p, way in run_fused._WAYS[provider].items()}
+        ways = {p.title: str(way) for p, way in region_op._WAYS[provider].items()}
     provider.barrier()
     assert provider._memory is not None
     pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)

@@ -14,12 +14,18 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels import interpret, run_kernels
+from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.expressions import CASTS
-from fxpar.fusion.kernels.reductions import CAST
-from fxpar.fusion.kernels.region_program import Ref, RegionProgram, Statement, dtype_of
+from fxpar.fusion.kernels.index_arithmetic import CAST
+from fxpar.fusion.kernels.region_program import (
+    Outline,
+    Ref,
+    RegionProgram,
+    Statement,
+    dtype_of,
+    outline,
+)
 from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
-from fxpar.fusion.kernels.trace_region import Outline, outline
 from fxpar.sharding.cost.op import is_view
 from tests.helpers.kernels import samples
 
@@ -88,7 +94,7 @@ def single(op: str, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[st
             named = isinstance(x, str) and x in names
             return rest.pop(0) if named else x
 
-        made = interpret.op_of(op)(*map(put, args), **kwargs)
+        made = run_kernels.op_of(op)(*map(put, args), **kwargs)
         if str(getattr(made, "dtype", "")) in NARROW:  # as the next op reads it
             return torch.ops.prims.convert_element_type(made, torch.int64)
         return made
@@ -123,7 +129,7 @@ def compared(
 ) -> Comparison:
     """A program's kernels beside ``want``, or beside the program itself."""
     program = found.program
-    made = interpret.run(program, inputs, found.numbers)
+    made = run_kernels.interpret(program, inputs, found.numbers)
     places = [x.untyped_storage().data_ptr() for x in (*inputs, *made)]
     if want is None:
         want = made

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels import run_fused
+from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
-from fxpar.fusion.kernels.trace_region import op_name
+from fxpar.fusion.kernels.region_program import op_name
 from fxpar.graph.builder import Builder
 from fxpar.passes.order.order_collectives import give_outputs
 from fxpar.passes.order.sink_waits import sink_waits
@@ -240,9 +240,9 @@ def _of_two(
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     provider = shared_files(store, rank, ranks, name="two")
-    run_fused.install(GROUP, "cpu", provider)
+    region_op.install(GROUP, "cpu", provider)
     out = {}
-    with mock.patch.object(run_fused, "launched", wraps=run_fused.launched) as launched:
+    with mock.patch.object(region_op, "launched", wraps=region_op.launched) as launched:
         for name, how in itertools.product(names, ("interpret", "triton")):
             launched.reset_mock()
             graph = outcome(name, how, rank)

@@ -4,10 +4,7 @@ plays all ranks."""
 from __future__ import annotations
 
 import tempfile
-import threading
-import time
 import uuid
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,53 +12,6 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Memory, Provider
-
-
-def on_thread(
-    provider: Provider,
-    meet: Callable[[], None],
-    copies: Callable[..., None],
-    multiply: Callable[[], None],
-    flags: torch.Tensor,
-    waits: bool,
-) -> None:
-    """``matmul_run._on_streams`` without streams: the copies run on a thread."""
-    has_ended, errors = threading.Event(), list[BaseException]()
-
-    def up(chunk: int) -> None:
-        flags[chunk] = 1
-
-    def wait(chunk: int) -> None:
-        over = False
-        while not flags[chunk]:
-            if over:
-                raise RuntimeError("a matmul ended and left a chunk out")
-            time.sleep(1e-4)
-            over = has_ended.is_set()
-        flags[chunk] = 0
-
-    def run() -> None:
-        try:
-            copies(up, wait)
-        except BaseException as error:
-            errors.append(error)
-            if waits:
-                flags.fill_(1)  # the matmul is to end, too
-
-    if waits:
-        meet()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        multiply()
-    finally:
-        has_ended.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-    if not waits:
-        meet()
-    provider.check()
 
 
 def shared_files(
@@ -91,12 +41,11 @@ def shared_files(
         finally:
             paths[rank].unlink(missing_ok=True)
         addresses = tuple(x.data_ptr() for x in every)
-        return Memory(addresses, own, every, tensors=lambda: every)
+        return Memory(addresses, own, every)
 
     cpu = torch.device("cpu")
     meet = meeting.meet
-    how = {"meeting": meeting, "overlap": on_thread}
-    return Provider(rank, ranks, programs, cpu, allocate, meet, **how)
+    return Provider(rank, ranks, programs, cpu, allocate, meet, meeting=meeting)
 
 
 def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
@@ -116,7 +65,7 @@ def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider
             ]
         by_rank = pieces[key]
         addresses = tuple(x.data_ptr() for x in by_rank)
-        return Memory(addresses, by_rank[rank], by_rank, tensors=lambda: by_rank)
+        return Memory(addresses, by_rank[rank], by_rank)
 
     def all_done() -> None:
         if device.type == "cuda":
@@ -130,7 +79,6 @@ def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider
             device,
             partial(allocate, rank=rank),
             all_done,
-            overlap=on_thread if device.type == "cpu" else None,
         )
         for rank in range(ranks)
     ]

@@ -17,8 +17,8 @@ import fxpar
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import as_run, is_same_program, regather
+from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.passes.simulate.peak_memory import by_kind
-from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
