@@ -49,7 +49,6 @@ FEATURE = Feature(
             _step("join_cuts", has("aten.select aten.slice")),
         ],
         "localize": [_step("share_exchanges", has("move_rows"))],
-        "decompose": [_step("rejoin_rows", has("aten.convolution"))],
     },
 )
 

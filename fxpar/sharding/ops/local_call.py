@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule
@@ -92,3 +93,12 @@ class LocalCall:
 
 # (call, *local args, **local kwargs) -> node
 Localizer = Callable[..., Any]
+
+
+def form_of_feature(call: LocalCall, *_: Any, **__: Any) -> Any:
+    """Raise PlanError: the local form of the op is one that a feature adds to the
+    table, and without it numbers would be wrong."""
+    raise PlanError(
+        f"{call.node.target} has no local form yet: a feature of fxpar adds it",
+        fix="import fxpar.features before making a graph local",
+    )

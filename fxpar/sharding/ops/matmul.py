@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.op_table import Word, aligned, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.local_call import LocalCall, form_of_feature
 
 aten = torch.ops.aten
 
@@ -361,6 +361,8 @@ def _local_grouped_mm(
     return call.same(x, y, offs, *args, **options)
 
 
+_OF_EXPERTS: dict[str, Any] = {"local": form_of_feature, "facts": "replaced"}
+
 ROWS = {
     **rows(
         "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
@@ -409,9 +411,9 @@ ROWS = {
         linear="3",
         local=_local_grouped_mm,
     ),
-    **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, facts="replaced"),
+    **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, **_OF_EXPERTS),
     **rows(
-        "fxpar::expert_outer", _expert_outer, linear="0|1", product=0, facts="replaced"
+        "fxpar::expert_outer", _expert_outer, linear="0|1", product=0, **_OF_EXPERTS
     ),
     **rows(
         "fxpar::own_expert_mm",
@@ -427,10 +429,10 @@ ROWS = {
         product=0,
         facts="by_row",
     ),
-    **rows("fxpar::dispatch_slots", _dispatch_slots),
+    **rows("fxpar::dispatch_slots", _dispatch_slots, local=form_of_feature),
     **rows("fxpar::dispatch_rows", _dispatch_rows),
     **rows("fxpar::combine_rows", _combine_rows, linear="0"),
-    **rows("fxpar::exchange_slots", _exchange_slots, facts="replaced"),
-    **rows("fxpar::return_slots", _return_slots, facts="replaced"),
-    **rows("fxpar::within", _within),
+    **rows("fxpar::exchange_slots", _exchange_slots, **_OF_EXPERTS),
+    **rows("fxpar::return_slots", _return_slots, **_OF_EXPERTS),
+    **rows("fxpar::within", _within, local=form_of_feature),
 }
