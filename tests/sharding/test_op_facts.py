@@ -40,8 +40,7 @@ FORMS = {
 
 # Families whose rules say nothing of what their ops cost: an op has facts by torch, or
 # its row states some, or it is one of those listed here, of which there is none.
-UNSAID = ("views", "slicing", "diagonals", "padding")
-UNSAID += ("indexing", "index_lists", "sources")
+UNSAID = ("views", "slicing", "diagonals", "padding", "indexing", "sources")
 LIGHT = {
     *("aten.unfold_backward", "aten.index_fill", "aten.fill", "prims.fill"),
     *(f"aten.reflection_pad{k}d_backward" for k in (1, 2, 3)),

@@ -27,7 +27,7 @@ from fxpar.passes.simulate.one_op import (
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import Row, keys
-from fxpar.sharding.ops import LOCAL, TABLE, custom_op_rules, pointwise, sources
+from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, sources
 from fxpar.sharding.ops.reduction import over, over_all
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
@@ -168,7 +168,7 @@ def try_row(key: Any, *kinds: Any) -> None:
 BODIES = {f"higher_order::flex_attention{x}" for x in ("", "_backward")}
 # These stand between the shapes of a rank and global ones, or send something:
 # tests/features/regions/test_shard_map.py runs them.
-REGIONS = set(custom_op_rules.ROWS)
+REGIONS = set(own_op_rules.ROWS)
 ROWS = [key for key in TABLE if key not in BODIES | REGIONS]
 
 

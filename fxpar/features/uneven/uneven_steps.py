@@ -10,7 +10,6 @@ from torch import fx
 
 from fxpar.features.uneven import (
     backward_scans,
-    interleaved_rows,
     joint_cuts,
     normalize_shifts,
     repeated_rows,
@@ -37,7 +36,7 @@ def interleave_rows(graph: fx.Graph, state: JointState) -> None:
         divides = (shard_sizes.is_exact(rows, mesh, (axis,)) for axis in mesh.names)
         return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
-    interleaved_rows.interleave_rows(graph, state.build, splits)
+    repeated_rows.interleave_rows(graph, state.build, splits)
 
 
 def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:

@@ -23,24 +23,22 @@ from fxpar.errors import RuleError
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up
 from fxpar.sharding.ops import (
-    adaptive_pools,
-    antialiasing,
     attention,
     convolution,
-    custom_op_rules,
     diagonals,
     embedding,
-    index_lists,
     indexing,
     linalg,
     matmul,
     nn_attention,
     normalization,
     order,
+    own_op_rules,
     padding,
     pointwise,
     pools,
     reduction,
+    resampling,
     slicing,
     sources,
     statistics,
@@ -58,23 +56,21 @@ FAMILIES = (
     slicing,
     diagonals,
     indexing,
-    index_lists,
     embedding,
     normalization,
     convolution,
     pools,
-    adaptive_pools,
-    antialiasing,
+    resampling,
     attention,
     nn_attention,
     sources,
     statistics,
-    custom_op_rules,
+    own_op_rules,
 )
 
 # Families whose kernels reject empty tensors, and get a row of zeros instead; and
 # families that reject that too, or must not get it.
-_FILLED = (normalization, convolution, pools, adaptive_pools, antialiasing, attention)
+_FILLED = (normalization, convolution, pools, resampling, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 

@@ -17,8 +17,7 @@ from torch import fx
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import at, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import part_of, rows_at, trailing
+from fxpar.sharding.ops.local_call import LocalCall, part_of, rows_at, trailing
 from fxpar.sharding.ops.slicing import into
 from fxpar.sharding.ops.views import Shape, moves
 

@@ -28,8 +28,7 @@ from fxpar.sharding.factors import (
     Rule,
 )
 from fxpar.sharding.op_table import make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import added_at
+from fxpar.sharding.ops.local_call import LocalCall, added_at
 from fxpar.sharding.ops.reads import add_halo_rows, axes_of, exchange_of, windows_of
 from fxpar.sharding.ops.slicing import cut, moved
 from fxpar.sharding.ops.views import moves

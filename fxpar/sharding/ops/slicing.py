@@ -23,8 +23,13 @@ from torch import fx
 from fxpar._torch.symbols import Inexpressible
 from fxpar.sharding.factors import Reach, RowMoves, RowPiece, RowWindow, Rule
 from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import is_within, part_of, rows_at, trailing
+from fxpar.sharding.ops.local_call import (
+    LocalCall,
+    is_within,
+    part_of,
+    rows_at,
+    trailing,
+)
 from fxpar.sharding.ops.pointwise import broadcast
 from fxpar.sharding.ops.reads import add_halo_rows, window_shape, with_halo_rows
 from fxpar.sharding.ops.views import Shape, moves, transpose

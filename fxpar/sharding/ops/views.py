@@ -319,13 +319,6 @@ def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
 # Local forms
 
 
-def contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
-    """Return a rank's shard, contiguous in memory."""
-    if x.meta["val"].is_contiguous():
-        return x
-    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-
 def _local_reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
     return call.build.reshape(x, call.local_shape())
 
@@ -341,7 +334,7 @@ def _local_squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
 def _local_reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     """Return bits read as another type of another width, for which neighbours must be
     adjacent."""
-    return call.same(contiguous(call, x), *args)
+    return call.same(call.build.contiguous(x), *args)
 
 
 def _local_as_strided(
@@ -446,7 +439,7 @@ def _with_global_strides(call: LocalCall, x: fx.Node) -> fx.Node:
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     x = build.call(aten.permute.default, x, order)
-    x = build.call(aten.permute.default, contiguous(call, x), inverse)
+    x = build.call(aten.permute.default, call.build.contiguous(x), inverse)
     if x.meta["val"].stride() != global_x.stride():
         raise PlanError(
             f"{call.node.name} reads a tensor by strides that skip over memory",
