@@ -343,5 +343,5 @@ def by_rank(
     out: dict[Any, Row] = {}
     for k in ranks:
         op, form = pattern.format(k), local and partial(local, k)
-        out |= rows(f"{op} {op}.vec", partial(rule, k), local=form, **marks)
+        out |= rows(op, partial(rule, k), local=form, **marks)
     return out

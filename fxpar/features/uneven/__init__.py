@@ -33,7 +33,7 @@ FEATURE = Feature(
                 "find_shifts",
                 has(
                     "aten.cat aten.constant_pad_nd aten.slice_scatter aten.index "
-                    "aten._unsafe_index aten.index_select aten.index_put "
+                    "aten._unsafe_index aten.index_put "
                     "aten._unsafe_index_put aten.gather aten.scatter_add"
                 ),
             ),

@@ -2,9 +2,10 @@
 ``rule``.
 
 One module per family of ops has a dict ``ROWS``: an op's rule, its local form, and its
-other facts (``op_facts``). Ops that are registered only once some part of torch is
-imported are keyed by name, ``"prims::inductor_random"``. ``fxpar/passes/`` adds local
-forms of attention and experts.
+other facts (``op_facts``). An op that Inductor always decomposes has none: no graph
+that is planned has it. Ops that are registered only once some part of torch is imported
+are keyed by name, ``"prims::inductor_random"``. Features add local forms, of attention
+and experts.
 In: rows of the families, of passes and of users. Out: the row, or the sized Rule, of a
 call.
 Never: fails on a missing row: ``rule_of`` returns None and the planner makes the op's
@@ -31,7 +32,6 @@ from fxpar.sharding.ops import (
     linalg,
     matmul,
     nn_attention,
-    normalization,
     order,
     own_op_rules,
     padding,
@@ -57,7 +57,6 @@ FAMILIES = (
     diagonals,
     indexing,
     embedding,
-    normalization,
     convolution,
     pools,
     resampling,
@@ -70,7 +69,7 @@ FAMILIES = (
 
 # Families whose kernels reject empty tensors, and get a row of zeros instead; and
 # families that reject that too, or must not get it.
-_FILLED = (normalization, convolution, pools, resampling, attention)
+_FILLED = (convolution, pools, resampling, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 

@@ -286,17 +286,6 @@ def _operands(
     return operands
 
 
-def _written_out(call: Call, *, scores: bool = False) -> Rule | None:
-    """Return the rule of attention by other ops. ``scores``: it gives the scores too,
-    and counts places itself."""
-    splits = not (scores and call.get("is_causal"))
-    words = heads_of(call["query"], call["key"], queries=splits)
-    operands = None if words is None else _operands(call, words)
-    if words is None or operands is None:
-        return None
-    return words.rule(*operands, results=[words.out, *[words.scores] * scores])
-
-
 # Whole layers that torch runs as one op in eval, weights included
 
 _BATCHED = ["b", "_", "_"]
@@ -331,8 +320,6 @@ def _row(
 
 
 ROWS: dict[Any, Row] = {
-    **_row("scaled_dot_product_attention", _written_out, local=form_of_feature),
-    **_row("_scaled_dot_product_attention_math", partial(_written_out, scores=True)),
     **_row("_transformer_encoder_layer_fwd", _layer),
     **_row("_native_multi_head_attention", _layer),
 }

@@ -107,16 +107,6 @@ def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str
     return _scatter(adds)(*args[:4])
 
 
-def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> str | Rule:
-    if not x.dim():
-        return whole(x, index)
-    operand = names(x.dim())
-    operand[dim] = "s!" if x.dtype is torch.bool else "s"
-    result = names(x.dim())
-    result[dim] = place = "i" if index.dim() else "_"
-    return text(operand, [place] * index.dim(), results=[result])
-
-
 def _index_update(accumulate: bool):
     """Return the rule function of updates of slices of ``x`` along ``dim``: index_add,
     _copy, _fill, _reduce."""
@@ -140,52 +130,7 @@ def _index_update(accumulate: bool):
     return factors
 
 
-def _take(x: torch.Tensor, index: torch.Tensor) -> str:
-    words = names(index.dim(), "i")
-    return text(["_"] * x.dim(), words, results=[words])
-
-
 # Losses and searches
-
-
-def _nll(x: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Return words of the scores and of the target: classes are whole."""
-    if x.dim() < 3:
-        return (["n", "c!"], ["n"]) if x.dim() == 2 else (["c!"], [])
-    return ["n", "c!", "h", "w"], ["n", "h", "w"]
-
-
-def _nll_forward(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore: int,
-) -> str:
-    scores, places = _nll(x)
-    classes = [["c!"]] if weight is not None else []
-    if reduction == 0:
-        weights = [f"~{f}" for f in places]  # a zero, not a sum
-        return text(scores, places, *classes, results=[places, weights])
-    if reduction == 1:
-        # A mean divides by the total weight, which no rank knows alone.
-        scores = [f.rstrip("!") + "!" for f in scores]
-    return text(scores, places, *classes, results=[[], []])
-
-
-def _nll_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore: int,
-    total: torch.Tensor,
-) -> str:
-    scores, places = _nll(x)
-    classes = [["c!"]] if weight is not None else []
-    grads = places if reduction == 0 else []
-    return text(grads, scores, places, *classes, [], results=[scores])
 
 
 def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
@@ -226,12 +171,7 @@ def _local_lookup(
     if part is None:
         return call.same(x, dim, index, **settings)
     rows = call.same(part.rows_of(x), dim, part.read(), **settings)
-    # An index of ``gather`` has all dims, one of ``index_select`` has none after it.
-    ndim = x.meta["val"].dim()
-    has_all = call.node.target is aten.gather.default
-    return call.where(
-        trailing(call, part.inside, 0 if has_all else ndim - 1 - part.dim), rows, 0
-    )
+    return call.where(part.inside, rows, 0)
 
 
 def _is_one_per_row(
@@ -613,29 +553,22 @@ def _local_masked_index(
 ROWS = {
     # Inductor makes these from other ops.
     **rows(
-        "index_put_ _index_put_impl _index_put_impl_ index_add_ index_copy_ "
-        "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce "
-        "scatter_add_ scatter_reduce_.two",
+        "index_put_ _index_put_impl _index_put_impl_ scatter_.src scatter_.value "
+        "scatter_.reduce scatter_.value_reduce scatter_add_ scatter_reduce_.two",
         None,
         facts="scatters",
     ),
     # Their number depends on data.
     **rows(
-        "nonzero nonzero_numpy unique_dim unique_consecutive unique_dim_consecutive",
+        "nonzero unique_dim unique_consecutive unique_dim_consecutive",
         None,
         facts="alone",
     ),
     **rows(
         "gather", _gather, movement="0", local=_local_lookup, along=1, facts="gathers"
     ),
-    **rows(
-        "index_select",
-        _index_select,
-        movement="0",
-        local=_local_lookup,
-        facts="gathers",
-    ),
-    **rows("take", _take, movement="0", facts="gathers"),
+    # Local forms make it.
+    **rows("index_select", None, facts="gathers"),
     **rows(
         "scatter.src scatter.value",
         _scatter(False),
@@ -666,23 +599,8 @@ ROWS = {
         facts="scatters",
     ),
     **rows(
-        "index_copy",
-        _index_update(False),
-        linear="0+3",
-        local=_local_index_store,
-        facts="scatters",
-    ),
-    **rows(
-        "index_fill.int_Scalar index_fill.int_Tensor",
-        _index_update(False),
-        linear="0+3",
-        local=_local_index_store,
-    ),
-    **rows(
         "index_reduce", _index_update(False), local=_local_index_store, facts="scatters"
     ),
-    **rows("nll_loss_forward nll_loss2d_forward", _nll_forward),
-    **rows("nll_loss_backward nll_loss2d_backward", _nll_backward, linear="0"),
     **rows("bucketize.Tensor", _bucketize),
     **rows("searchsorted.Tensor", _searchsorted),
     **rows("masked_scatter", whole),

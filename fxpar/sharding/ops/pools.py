@@ -85,9 +85,8 @@ def _even(ceil: bool) -> MaySplit:
 
 
 # From the arguments of a pool after its tensors: windows over the last ``k`` dims,
-# whether their number is rounded up, which may be split as halos, and whether the
-# others may be split at all.
-_Windows = tuple[list[SlidingWindow], bool, MaySplit, bool]
+# whether their number is rounded up, and which may be split as halos.
+_Windows = tuple[list[SlidingWindow], bool, MaySplit]
 
 
 def _max_windows(
@@ -99,7 +98,7 @@ def _max_windows(
     ceil: bool = False,
     *_: Any,
 ) -> _Windows:
-    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil), True
+    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil)
 
 
 def _average_windows(
@@ -113,12 +112,11 @@ def _average_windows(
 ) -> _Windows:
     """Return the windows; all windows of a dim must count equally many rows, if it is
     split as halos."""
-    even, has_one_divisor = _even(ceil), count_padding and not ceil
+    even = _even(ceil)
     return (
         windows(kernel, stride, padding, 1, k),
         ceil,
         lambda w: even(w) and (divisor is not None or w.is_counting_all(count_padding)),
-        k > 1 or has_one_divisor,  # in one dim no divisor can be given
     )
 
 
@@ -131,9 +129,9 @@ def _pool_of(
 
     def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
         x, *settings = args[1:] if reads else args
-        slid, ceil, may, sliding = read(k, *settings, **kwargs)
+        slid, ceil, may = read(k, *settings, **kwargs)
         few = args[0].shape[-k:] if reads else _counts(x, slid, ceil)
-        spatial = spatial_dims(slid, x.shape[-k:], few, may, sliding=sliding)
+        spatial = spatial_dims(slid, x.shape[-k:], few, may)
         lead = names(x.dim() - k)
         rows, slid_rows = [*lead, *spatial.many], [*lead, *spatial.few]
         if reads:
@@ -167,22 +165,6 @@ def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
 
 def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str:
     return spatial(len(args[0]), grad, x, args[-1])
-
-
-def _columns(to_image: bool) -> Callable[..., Rule]:
-    """Return the rule function of patches of an image as columns, ``[n, c * window,
-    columns]``."""
-
-    def factors(x: torch.Tensor, *args: Any) -> Rule:
-        kernel = args[1] if to_image else args[0]
-        lead = ["n"] if x.dim() == (3 if to_image else 4) else []
-        image, columns = [*lead, "c", "_", "_"], [*lead, "(c k!)", "_"]
-        here, there = (columns, image) if to_image else (image, columns)
-        window = math.prod(kernel) if len(kernel) == 2 else kernel[0] ** 2
-        rule = parse_rule(text(here, results=[there]))
-        return replace(rule, sizes=(("k", window),))
-
-    return factors
 
 
 # Local forms
@@ -377,10 +359,11 @@ def _local_average(
     count_padding: bool = True,
     divisor: int | None = None,
 ) -> fx.Node:
-    settings = (ceil, count_padding) if k == 1 else (ceil, count_padding, divisor)
     slid = windows(kernel, stride, padding, 1, k)
     if not _can_count_by_place(call, 0, divisor, slid, ceil, count_padding):
-        return pool(k, 0, call, x, kernel, stride, padding, *settings)
+        return pool(
+            k, 0, call, x, kernel, stride, padding, ceil, count_padding, divisor
+        )
     dtype = x.meta["val"].dtype
     x = call.build.cast(x, torch.promote_types(dtype, torch.float32))
     total = pool(k, 0, call, x, kernel, stride, padding, ceil, count_padding, 1)
@@ -729,8 +712,6 @@ ROWS = {
         _fractional_pool_backward,
         linear="0",
     ),
-    **rows("im2col", _columns(False), linear="0"),
-    **rows("col2im", _columns(True), linear="0"),
     **by_rank(
         "max_pool{}d_with_indices",
         (2, 3),
@@ -748,7 +729,7 @@ ROWS = {
     ),
     **by_rank(
         "avg_pool{}d",
-        (1, 2, 3),
+        (2, 3),
         _pool_of(_average_windows),
         _local_average,
         linear="0",
@@ -761,13 +742,6 @@ ROWS = {
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,
-    ),
-    **by_rank(
-        "adaptive_avg_pool{}d",
-        (1, 2, 3),
-        _adaptive_pool,
-        _local_adaptive_average,
-        linear="0",
     ),
     **by_rank(
         "_adaptive_avg_pool{}d",

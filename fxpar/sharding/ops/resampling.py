@@ -131,7 +131,7 @@ def _can_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
 def _forward(kind: str, x: torch.Tensor, size: Sequence[int], *how: Any) -> Rule | str:
     rows = x.shape[-2:]
     if not _can_split(x, [*rows, *size]):
-        return _whole(kind, x)
+        return _whole(x)
     return _rule(both_dims(kind, rows, size, *how), x.dim() - 2, 0, 1)
 
 
@@ -140,13 +140,12 @@ def _backward(
 ) -> Rule | str:
     rows = shape[-2:]
     if not _can_split(grad, [*rows, *size]):
-        return _whole(kind, grad)
+        return _whole(grad)
     return _rule(both_dims(kind, rows, size, *how), grad.dim() - 2, 1, 0)
 
 
-def _whole(kind: str, x: torch.Tensor, *_: Any) -> str:
-    """Return the rule that keeps rows and columns whole; also for sizes given by
-    factors, which no traced graph has."""
+def _whole(x: torch.Tensor) -> str:
+    """Return the rule that keeps rows and columns whole."""
     words = [*names(x.dim() - 2), "_", "_"]
     return text(words, results=[words])
 
@@ -335,26 +334,22 @@ def _local_resampled_backward(
 
 
 ROWS: dict[Any, Row] = {
-    **rows("grid_sampler_2d grid_sampler_3d", _grid_sampler, linear="0"),
+    **rows("grid_sampler_3d", _grid_sampler, linear="0"),
     **rows(
         "grid_sampler_2d_backward grid_sampler_3d_backward",
         _grid_sampler_backward,
         linear="0",
     ),
 }
-for _pattern, _ranks in (
-    ("upsample_nearest{}d", (1, 2, 3)),
-    ("_upsample_nearest_exact{}d", (1, 2, 3)),
-    ("upsample_linear{}d", (1,)),
-    ("upsample_bilinear{}d", (2,)),
-    ("upsample_bicubic{}d", (2,)),
-    ("upsample_trilinear{}d", (3,)),
+for _pattern, _rank in (
+    ("upsample_bilinear{}d", 2),
+    ("upsample_bicubic{}d", 2),
+    ("upsample_trilinear{}d", 3),
 ):
-    ROWS |= by_rank(_pattern, _ranks, spatial, linear="0")
-    ROWS |= by_rank(_pattern + "_backward", _ranks, spatial, linear="0", shape=2)
+    ROWS |= by_rank(_pattern, [_rank], spatial, linear="0")
+    ROWS |= by_rank(_pattern + "_backward", [_rank], spatial, linear="0", shape=2)
 for _kind in COVERED:
     _op, _form = f"_upsample_{_kind}2d_aa", partial(_local_resampled, _kind)
     ROWS |= rows(_op, partial(_forward, _kind), linear="0", local=_form)
-    ROWS |= rows(f"{_op}.vec", partial(_whole, _kind), linear="0")
     _form = partial(_local_resampled_backward, _kind)
     ROWS |= rows(f"{_op}_backward", partial(_backward, _kind), linear="0", local=_form)
