@@ -53,7 +53,6 @@ PASSES = (
     "pair_reductions",
     "schedule",
     "sink_waits",
-    "rejoin_rows",
     "recompute_in_step",
     "bucket",
     "start_first",

@@ -180,6 +180,17 @@ class Builder:
         node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
+    def replace_as_it_is(self, node: fx.Node, replacement: fx.Node) -> None:
+        """Replace ``node`` if the replacement has the same strides, so that no reader
+        sees another memory layout; else the replacement is left as dead code."""
+        if replacement.meta["val"].stride() == node.meta["val"].stride():
+            self.replace(node, replacement)
+
+    def with_strides_of(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """Return ``x`` if it has the strides of ``node``, else a contiguous copy."""
+        is_equal = x.meta["val"].stride() == node.meta["val"].stride()
+        return x if is_equal else self.copied(x)
+
     def offset(
         self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
     ) -> Any:
@@ -339,6 +350,15 @@ class Builder:
                 break
             source = source.args[0]
         return self.call(torch.ops.aten.reshape.default, x, list(shape))
+
+    def copied(self, x: fx.Node) -> fx.Node:
+        """Return a contiguous copy of ``x``."""
+        layout = torch.contiguous_format
+        return self.call(torch.ops.aten.clone.default, x, memory_format=layout)
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """Return ``x`` if it is contiguous, else a contiguous copy."""
+        return x if x.meta["val"].is_contiguous() else self.copied(x)
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Return ``x`` in another dtype; ``x`` itself if it has that dtype."""

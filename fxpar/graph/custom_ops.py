@@ -48,11 +48,6 @@ def reshard(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tenso
     return x.clone()
 
 
-@reshard.register_fake
-def _(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 @torch.library.custom_op("fxpar::permute", mutates_args=())
 def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
     """Give member i of the group the ``x`` of member ``sources[i]``.
@@ -60,11 +55,6 @@ def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor
     Exists only until binding, which makes it one ``all_to_all_single``.
     """
     raise RuntimeError("fxpar::permute runs bound to a process group, or simulated")
-
-
-@permute.register_fake
-def _(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # Moves rows between ranks: ``x`` has the local operands, joined along a dim, the result
@@ -117,31 +107,16 @@ def constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
     return x.clone()
 
 
-@constrain.register_fake
-def _(x: torch.Tensor, spec: str) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _constrain_backward(ctx, grad: torch.Tensor):
-    return torch.ops.fxpar.constrain(grad, ctx.spec), None
-
-
-def _constrain_context(ctx, inputs, output) -> None:
-    ctx.spec = inputs[1]
-
-
-constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
+constrain.register_autograd(
+    lambda ctx, grad: (torch.ops.fxpar.constrain(grad, ctx.spec), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "spec", inputs[1]),
+)
 
 
 @torch.library.custom_op("fxpar::with_gradient_of", mutates_args=())
 def with_gradient_of(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return a copy of ``x`` whose gradient goes to ``other``, of the same shape."""
     return x.clone()
-
-
-@with_gradient_of.register_fake
-def _(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 with_gradient_of.register_autograd(lambda ctx, gradient: (None, gradient))
@@ -152,11 +127,6 @@ def mean_over_ranks(x: torch.Tensor, spec: str) -> torch.Tensor:
     """Return the gradient of a parameter whose spec at rest is ``spec``, as the mean
     over the ranks of manual axes (``sharding.manual_axes``); a copy on one device."""
     return x.clone()
-
-
-@mean_over_ranks.register_fake
-def _(x: torch.Tensor, spec: str) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 @torch.library.custom_op("fxpar::shift", mutates_args=())
@@ -172,21 +142,11 @@ def shift(
     return shifted
 
 
-@shift.register_fake
-def _(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("fxpar::scan_back", mutates_args=())
 def scan_back(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
     """Scan (``cumsum`` or the like) from the last row of a dim to the first."""
     rows = getattr(torch, scan)(x.flip(dim), dim).flip(dim)
     return rows.contiguous()
-
-
-@scan_back.register_fake
-def _(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("fxpar::choice_back", mutates_args=())
@@ -195,11 +155,6 @@ def choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Ten
     added at the row chosen for it, which is the row itself or the one chosen for the
     row before."""
     return torch.zeros_like(grad).scatter_add(dim, places, grad).contiguous()
-
-
-@choice_back.register_fake
-def _(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("fxpar::sum_turns", mutates_args=())
@@ -262,9 +217,12 @@ def kept(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@kept.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+for _op in (reshard, constrain, with_gradient_of, mean_over_ranks, kept):
+    _op.register_fake(lambda x, *_: torch.empty_like(x))
+for _op in (permute, shift, scan_back, choice_back):
+    _op.register_fake(
+        lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
 
 
 @functools.cache

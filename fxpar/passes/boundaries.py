@@ -249,8 +249,7 @@ def _leave(
     expanded = any(size > 1 and not stride for size, stride in strides)
     with rewriter.before(node):
         if expanded or owner in result_owners or owner.op == "placeholder":
-            contiguous = {"memory_format": torch.contiguous_format}
-            copy = rewriter.call(aten.clone.default, x, **contiguous)
+            copy = rewriter.copied(x)
         else:
             copy = rewriter.call(aten.alias.default, x)
     result_owners.add(owner)

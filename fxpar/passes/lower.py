@@ -8,7 +8,7 @@ of them lowered in its place: ``_c10d_functional`` collectives and messages, eac
 its wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays
 the same on every rank of a stage; where a rank's position matters it enters through
 ``Builder.offset`` and, where shards are uneven, ``own_size`` and ``own_start``. Never
-merges or reorders collectives.
+merges or reorders collectives, or lets the padding of uneven shards reach a result.
 
 Collectives join and split along dim 0, and the members of a group are in mesh order. A
 step on another dim, or on axes in another order, is brought into that form by moving
@@ -27,18 +27,18 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import ScheduleError
+from fxpar.errors import PlanError, ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.graph.collective_nodes import Axes, local_shape
+from fxpar.graph.collective_nodes import OWN_SHAPE, Axes, Cut, local_shape
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes import moved_rows
-from fxpar.passes.lower_uneven import lower_uneven
 from fxpar.passes.simulate import emulate_collectives
-from fxpar.sharding import row_moves
+from fxpar.sharding import row_moves, shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -52,13 +52,6 @@ def _resized(shape: Sequence[Size], dim: int, size: Size) -> tuple[Size, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def contiguous(build: Builder, x: fx.Node) -> fx.Node:
-    """Return ``x`` if it is contiguous, else a contiguous copy."""
-    if x.meta["val"].is_contiguous():
-        return x
-    return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-
 def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
     """Return ``x`` with its dims in memory in the order of the dims of ``like``, with
     which views of it were traced."""
@@ -67,9 +60,7 @@ def restrided(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
     if x.meta["val"].permute(order).is_contiguous():
         return x
     permuted = build.call(aten.permute.default, x, order)
-    copy = build.call(
-        aten.clone.default, permuted, memory_format=torch.contiguous_format
-    )
+    copy = build.copied(permuted)
     inverse = [order.index(d) for d in range(len(order))]
     return build.call(aten.permute.default, copy, inverse)
 
@@ -84,13 +75,13 @@ def _to_front(
     k = mesh.count(axes)
     block = _resized(shape, dim, build.compute(operator.floordiv, shape[dim], k))
     if dim == 0 and order == tuple(axes):
-        return contiguous(build, x), block
+        return build.contiguous(x), block
     sizes = [mesh.axis_size(axis) for axis in axes]
     split = [*shape[:dim], *sizes, *block[dim:]]
     group_dims = [dim + axes.index(axis) for axis in order]
     other_dims = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
-    x = contiguous(build, build.call(aten.permute.default, x, group_dims + other_dims))
+    x = build.contiguous(build.call(aten.permute.default, x, group_dims + other_dims))
     merged_shape = [build.product((block[0], k)), *block[1:]]
     return build.call(aten.view.default, x, merged_shape), block
 
@@ -110,7 +101,7 @@ def _from_front(
     x = build.call(aten.permute.default, x, [*dims[:dim], *axis_dims, *dims[dim:]])
     rows = build.product((block[dim], mesh.count(axes)))
     shape = _resized(block, dim, rows)
-    return build.call(aten.view.default, contiguous(build, x), list(shape))
+    return build.call(aten.view.default, build.contiguous(x), list(shape))
 
 
 def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
@@ -165,7 +156,7 @@ def _reduced(
     count, early = build.mesh.count(axes), is_divided_first(x)
     if op == "avg" and early:
         x = divided(build, x, count)
-    x = build.wait(build.call(target, contiguous(build, x), kind, *args, group))
+    x = build.wait(build.call(target, build.contiguous(x), kind, *args, group))
     return divided(build, x, count) if op == "avg" and not early else x
 
 
@@ -184,7 +175,7 @@ def _reduce_scatter(
 def _all_gather(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
     mesh, block = build.mesh, local_shape(x)
     k, group = mesh.count(axes), group_name(mesh, axes)
-    x = contiguous(build, x)
+    x = build.contiguous(x)
     x = build.wait(build.call(c10d.all_gather_into_tensor.default, x, k, group))
     return _from_front(build, x, block, dim, axes)
 
@@ -204,7 +195,7 @@ def _permute(
     build: Builder, x: fx.Node, sources: tuple[int, ...], axes: Axes
 ) -> fx.Node:
     group = group_name(build.mesh, axes)
-    x = contiguous(build, x)
+    x = build.contiguous(x)
     return build.call(ours.permute.default, x, list(sources), group)
 
 
@@ -245,7 +236,7 @@ def _emulate_moves(
 
 def _send(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Node:
     group = group_name(build.mesh, axes)
-    x = contiguous(build, x)
+    x = build.contiguous(x)
     return build.wait(build.call(c10d.isend.default, x, peer, tag, group))
 
 
@@ -361,7 +352,7 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
                     lower = partial(lower_uneven, lower, node, cut)
                 value = lower(build, value, *node.args[1:])
         with graph.inserting_before(last), build.at(last):
-            value = contiguous(build, value)
+            value = build.contiguous(value)
         last.replace_all_uses_with(value)
         uneven = uneven or any(map(collective_nodes.cut_of, chain))
         for node in reversed(chain):
@@ -370,3 +361,129 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
         graph.eliminate_dead_code()  # of sizes that nothing needs
     graph.lint()
     return graph
+
+
+def lower_uneven(
+    lower: Callable[..., fx.Node],
+    node: fx.Node,
+    cut: Cut,
+    build: Builder,
+    x: fx.Node,
+    *args: Any,
+) -> fx.Node:
+    """Return the result of a step on uneven shards: the dims that it gathers or splits
+    are padded to equal shards, and the result is sliced to this rank's rows. Unless an
+    axis has shares, only the last shards are short, so all valid rows come first in a
+    gathered dim; with shares, each part is sliced out by itself."""
+    before, after = (
+        [_own_size(build, cut, d, axes) for d, axes in enumerate(dims)]
+        for dims in (cut.before, cut.after)
+    )
+    kind, changed = collective_nodes.kind_of(node), _changed(cut)
+    if kind == "slice":
+        return _own_slice(build, x, cut, changed)
+    uneven = [d for d in changed if not cut.is_even_in(build.mesh, d)]
+    if uneven and (kind == "permute" or any(_is_far(cut, d) for d in uneven)):
+        raise PlanError(
+            f"{node.name} ({kind}) of {list(cut.shape)} from {Spec.of(cut.before)} to "
+            f"{Spec.of(cut.after)} would move parts of shards"
+        )
+    padded, short = list(before), {}
+    joined_dims: dict[int, tuple[Size, list[Size]]] = {}
+    for d in uneven:
+        axes = collective_nodes.axes_of(node)
+        count = build.mesh.count(axes)
+        fewer = min(cut.before[d], cut.after[d], key=len)
+        gathers = fewer == cut.after[d]
+        if shard_sizes.has_shares(build.mesh, axes):
+            room = build.largest_part(cut.shape[d], fewer, axes[0])
+            parts = build.part_sizes(cut.shape[d], fewer, axes[0])
+            if gathers:
+                joined_dims[d] = room, parts
+            else:
+                x = _pad_parts(build, x, d, room, parts)
+                before[d] = build.product((room, count))
+        else:
+            room = _room(build, build.own_size(cut.shape[d], fewer), count)
+        whole = build.product((room, count))
+        padded[d], result_rows = (room, whole) if gathers else (whole, room)
+        if result_rows != after[d] and d not in joined_dims:
+            short[d] = after[d]
+    pairs = zip(padded, before, strict=True)
+    padding = [build.missing(room, size) for room, size in pairs]
+    if any(n != 0 for n in padding):
+        x = build.pad(x, padding)
+    own_shape, x.meta[OWN_SHAPE] = x.meta.get(OWN_SHAPE), padded
+    result = lower(build, x, *args)
+    x.meta[OWN_SHAPE] = own_shape
+    for d, (room, parts) in joined_dims.items():
+        result = _join_parts(build, result, d, room, parts)
+    for d, size in short.items():
+        result = build.call(aten.slice.Tensor, result, d, 0, size)
+    if short:
+        # A slice of all rows is contiguous, as on some ranks; on others it is not.
+        result = build.copied(result)
+    return result
+
+
+def _changed(cut: Cut) -> list[int]:
+    """Return the dims that a step splits or joins."""
+    pairs = enumerate(zip(cut.before, cut.after, strict=True))
+    return [d for d, (before, after) in pairs if before != after]
+
+
+def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
+    """Return this rank's number of rows of a dim that is split over axes."""
+    if d in cut.even_dims:
+        return cut.shape[d] // build.mesh.count(axes)
+    return build.own_size(cut.shape[d], axes)
+
+
+def _is_far(cut: Cut, d: int) -> bool:
+    """Return whether a dim changes by anything but one axis at its minor end."""
+    shorter, longer = sorted((cut.before[d], cut.after[d]), key=len)
+    return longer[:-1] != shorter
+
+
+def _room(build: Builder, rows: Size, count: int) -> Size:
+    """Return the rows of the largest of ``count`` chunks of ``rows``."""
+    rows = build.compute(operator.add, rows, count - 1)
+    return build.compute(operator.floordiv, rows, count)
+
+
+def _pad_parts(
+    build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
+) -> fx.Node:
+    """Return ``x`` with each part of dim ``d`` padded to ``room`` rows."""
+    blocks, start = [], 0
+    for size in parts:
+        end = build.compute(operator.add, start, size)
+        block = build.call(aten.slice.Tensor, x, d, start, end)
+        padding: list[Size] = [0] * block.meta["val"].dim()
+        padding[d] = build.missing(room, size)
+        blocks.append(block if padding[d] == 0 else build.pad(block, padding))
+        start = end
+    return build.call(aten.cat.default, blocks, d)
+
+
+def _join_parts(
+    build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
+) -> fx.Node:
+    """Return ``x`` without the padding of ``_pad_parts``."""
+    blocks = []
+    for i, size in enumerate(parts):
+        start = build.product((room, i)) if i else 0
+        end = build.compute(operator.add, start, size)
+        blocks.append(build.call(aten.slice.Tensor, x, d, start, end))
+    return build.call(aten.cat.default, blocks, d)
+
+
+def _own_slice(build: Builder, x: fx.Node, cut: Cut, dims: Sequence[int]) -> fx.Node:
+    """Return this rank's rows after a slice step, taken from its rows before it."""
+    for d in dims:
+        rows, sub = cut.shape[d], operator.sub
+        first = build.own_start(rows, cut.before[d])
+        start = build.compute(sub, build.own_start(rows, cut.after[d]), first)
+        end = build.compute(sub, build.own_end(rows, cut.after[d]), first)
+        x = build.call(aten.slice.Tensor, x, d, start, end)
+    return build.copied(x)

@@ -189,7 +189,7 @@ class Rule:
     # Whether the op may have further results, whole and equal over every factor.
     open: bool = False
     # (factor, axes that always split it): factors of a manual region
-    # (``ops.custom_op_rules``).
+    # (``ops.own_op_rules``).
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()

@@ -22,7 +22,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.sharding.constant_values import MOST, computed
 from fxpar.sharding.factors import Dims, Reach, RowWindow, Rule
-from fxpar.sharding.ops.index_lists import index_dims, is_mask
+from fxpar.sharding.ops.indexing import index_dims, is_mask
 
 aten = torch.ops.aten
 

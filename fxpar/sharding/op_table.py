@@ -276,6 +276,12 @@ def all_at(dims: int | Sequence[int] | None, ndim: int) -> frozenset[int]:
     return frozenset(at(d, ndim) for d in ([dims] if isinstance(dims, int) else dims))
 
 
+def each(numbers: int | Sequence[int], k: int) -> list[int]:
+    """Return one number per dim, where one number may be given for all."""
+    values = [numbers] if isinstance(numbers, int) else [*numbers]
+    return values * k if len(values) == 1 else values
+
+
 T = TypeVar("T")
 
 
@@ -337,5 +343,5 @@ def by_rank(
     out: dict[Any, Row] = {}
     for k in ranks:
         op, form = pattern.format(k), local and partial(local, k)
-        out |= rows(f"{op} {op}.vec", partial(rule, k), local=form, **marks)
+        out |= rows(op, partial(rule, k), local=form, **marks)
     return out

@@ -26,8 +26,8 @@ from fxpar.sharding.factors import Rule
 from fxpar.sharding.near_rows import reaches_of, with_windows
 from fxpar.sharding.op_table import evaluate, tensors_of
 from fxpar.sharding.ops import row_of
-from fxpar.sharding.ops.custom_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.ops.embedding import begins_at, in_even_bags
+from fxpar.sharding.ops.own_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.program import (
     OPEN,
     Input,

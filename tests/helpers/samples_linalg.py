@@ -45,23 +45,20 @@ def _add(names: str, *calls: Sample) -> None:
 _SQUARE = [_s(_definite(4)), _s(_definite(2, 4)), _s(_definite()), _s(_definite(1, 2))]
 _TALL = [_s(_f(4, 6, 4)), _s(_f(2, 4, 4, 6)), _s(_f(4, 6)), _s(_c(2, 1, 4, 4))]
 
-_add("linalg_cholesky linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp", *_SQUARE)
-_add("linalg_ldl_factor_ex linalg_eig linalg_eigvals _linalg_eigvals", *_SQUARE)
+_add("linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp", *_SQUARE)
+_add("linalg_ldl_factor_ex linalg_eig _linalg_eigvals", *_SQUARE)
 _add("_linalg_det _linalg_slogdet", *_SQUARE, _s(_f(4, 3, 3)))
 _add("cholesky cholesky_inverse", *_SQUARE, _s(_definite(2), True))
 _add("_linalg_svd", *_TALL, _s(_f(4, 6, 4), True), _s(_f(2, 4, 4, 4), False, False))
 _add("_linalg_eigh", *_SQUARE, _s(_definite(4), "U"), _s(_definite(4), "L", False))
 _add("linalg_qr", *_TALL, _s(_f(4, 6, 4), "complete"), _s(_f(4, 4, 4), "r"))
 _add("geqrf linalg_lu_factor_ex linalg_lu", *_TALL)
-_add("linalg_pinv.atol_rtol_float", _s(_f(4, 6, 4), rtol=1e-9))
-_add("linalg_pinv", _s(_f(4, 6, 4), 1e-9))
 _add(
     "linalg_pinv.atol_rtol_tensor",
     _s(_f(4, 6, 4), rtol=1e-9 * _f(4).abs()),
     _s(_f(2, 4, 6, 4), atol=1e-9 * _f(4).abs(), rtol=1e-9 * _f(2, 1).abs()),
     _s(_f(4, 6, 4)),
 )
-_add("linalg_pinv.rcond_tensor", _s(_f(2, 4, 6, 4), 1e-9 * _f(4).abs()))
 
 _LU, _PIVOTS = torch.linalg.lu_factor(_definite(2, 4))
 _add(
@@ -126,5 +123,3 @@ SAMPLES[_EFFECTS] = [
     _s(torch.empty(0), _CHECK, torch.zeros(()).int(), "linalg.inv", is_matrix=True),
     _s(torch.empty(0), torch.ops.aten.relu.default, _f(4)),
 ]
-
-_add("linalg_cross", _s(_f(4, 8, 3), _f(1, 8, 3)), _s(_f(4, 3, 8), _f(4, 3, 1), dim=1))

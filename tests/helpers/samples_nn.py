@@ -110,13 +110,6 @@ SAMPLES[aten.gather.default] = [
     _s(_f(4, 8, 4), 1, _i(8, 4, 4, 4)),
     _s(_b(4, 8), 1, _i(8, 4, 4)),
 ]
-SAMPLES[aten.index_select.default] = [
-    _s(_f(4, 8), 1, _i(8, 4)),
-    _s(_f(8, 4, 4), -3, _i(8, 4)),
-    _s(_f(8, 4), 0, _i(8)),
-]
-SAMPLES[aten.take.default] = [_s(_f(4, 8), _i(32, 4, 4)), _s(_f(8), _i(8, 4))]
-
 SAMPLES[aten.scatter.src] = [
     _s(_f(4, 8), 1, _perm(8, 1, 4, 4), _f(4, 4)),
     _s(_f(4, 8), -1, _i(8, 4, 1), _f(4, 1)),
@@ -160,15 +153,6 @@ SAMPLES[aten.index_add.default] = [
     _s(_f(4, 8), -1, _i(8, 4), _f(4, 4), alpha=2),
     _s(_f(8, 4), 0, _i(8), _f(1, 4)),
 ]
-SAMPLES[aten.index_copy.default] = [
-    _s(_f(8, 4), 0, _perm(8, 0, 4), _f(4, 4)),
-    _s(_f(4, 8, 4), -2, _perm(8, 0, 4), _f(4, 4, 4)),
-]
-SAMPLES[aten.index_fill.int_Scalar] = [
-    _s(_f(8, 4), 0, _i(8, 4, low=-8), 2.0),
-    _s(_f(4, 8), -1, _i(8, 4), 0),
-]
-SAMPLES[aten.index_fill.int_Tensor] = [_s(_f(8, 4), 0, _i(8, 4), _f())]
 SAMPLES[aten.index_reduce.default] = [
     _s(_f(8, 4), 0, _i(8, 4), _f(4, 4), name, include_self=include)
     for name in ("prod", "mean", "amax", "amin")
@@ -187,26 +171,6 @@ SAMPLES[aten.embedding_dense_backward.default] = [
     _s(_f(16, 4), _i(8, 16), 8, 3, True),
 ]
 
-_SCORES, _TARGET = _f(4, 8).log_softmax(1), _i(8, 4)
-_SCORES2, _TARGET2 = _f(4, 8, 4, 2).log_softmax(1), _i(8, 4, 4, 2)
-_IGNORING = _TARGET.clone()
-_IGNORING[1] = -100
-
-for op, backward, x, target in (
-    (aten.nll_loss_forward, aten.nll_loss_backward, _SCORES, _TARGET),
-    (aten.nll_loss_forward, aten.nll_loss_backward, _SCORES, _IGNORING),
-    (aten.nll_loss2d_forward, aten.nll_loss2d_backward, _SCORES2, _TARGET2),
-):
-    for weight in (None, _f(8).abs()):
-        for reduction in (0, 1, 2):
-            sample = (x, target, weight, reduction, -100)
-            SAMPLES.setdefault(op.default, []).append(_s(*sample))
-            loss, total = op.default(*sample)
-            grad = _f(*loss.shape)
-            SAMPLES.setdefault(backward.default, []).append(_s(grad, *sample, total))
-_one = (_f(8).log_softmax(0), torch.tensor(3), None, 2, -100)
-SAMPLES[aten.nll_loss_forward.default].append(_s(*_one))
-
 _EDGES = _f(8).sort().values
 SAMPLES[aten.bucketize.Tensor] = [
     _s(_f(4, 8), _EDGES),
@@ -218,109 +182,6 @@ SAMPLES[aten.searchsorted.Tensor] = [
     _s(x := _f(4, 8), _f(4, 4), sorter=x.argsort()),
 ]
 SAMPLES[aten.masked_scatter.default] = [_s(_f(4, 8), _b(4, 8), _f(32))]
-
-
-# Normalization
-
-
-def _norm(forward: Any, *args: Any) -> tuple:
-    return forward(*args)[1:]
-
-
-_X = _f(4, 2, 8)
-for shape in ([8], [2, 8]):
-    w, b = _f(*shape), _f(*shape)
-    for weight, bias in ((w, b), (w, None), (None, None)):
-        args = (_X, shape, weight, bias, 1e-5)
-        SAMPLES.setdefault(aten.native_layer_norm.default, []).append(_s(*args))
-        mean, rstd = _norm(aten.native_layer_norm.default, *args)
-        mask = [True, weight is not None, bias is not None]
-        args = (_f(4, 2, 8), _X, shape, mean, rstd, weight, bias, mask)
-        SAMPLES.setdefault(aten.native_layer_norm_backward.default, []).append(
-            _s(*args)
-        )
-        SAMPLES.setdefault(aten.rms_norm.default, []).append(_s(_X, shape, weight))
-        SAMPLES.setdefault(aten._fused_rms_norm.default, []).append(
-            _s(_X, shape, weight, 1e-5)
-        )
-SAMPLES[aten.native_layer_norm_backward.default].append(
-    _s(*args[:5], w, b, [True, False, True])
-)
-UNRUNNABLE[aten._fused_rms_norm_backward.default] = [
-    _s(
-        *(torch.empty(4, 2, 8, device="meta") for _ in range(2)),
-        [8],
-        torch.empty(4, 2, 1, device="meta"),
-        weight,
-        [True, weight is not None],
-    )
-    for weight in (None, torch.empty(8, device="meta"))
-]
-
-_G = _f(4, 8, 2, 2)
-for weight, bias in ((_f(8), _f(8)), (None, None)):
-    args = (_G, weight, bias, 4, 8, 4, 4, 1e-5)
-    SAMPLES.setdefault(aten.native_group_norm.default, []).append(_s(*args))
-    mean, rstd = _norm(aten.native_group_norm.default, *args)
-    mask = [True, weight is not None, bias is not None]
-    args = (_f(4, 8, 2, 2), _G, mean, rstd, weight, 4, 8, 4, 4, mask)
-    SAMPLES.setdefault(aten.native_group_norm_backward.default, []).append(_s(*args))
-
-_RUNNING = (_f(8), _f(8).abs() + 0.5)
-for training in (True, False):
-    for weight, bias in ((_f(8), _f(8)), (None, None)):
-        args = (_G, weight, bias, *_RUNNING, training, 0.1, 1e-5)
-        SAMPLES.setdefault(aten._native_batch_norm_legit_functional.default, []).append(
-            _s(*args)
-        )
-        # The plain form writes the running statistics in training.
-        if not training:
-            SAMPLES.setdefault(aten.native_batch_norm.default, []).append(_s(*args))
-        saved = aten._native_batch_norm_legit_functional.default(*args)[1:3]
-        mask = [True, weight is not None, bias is not None]
-        grads = (_f(4, 8, 2, 2), _G, weight, *_RUNNING, *saved, training, 1e-5, mask)
-        SAMPLES.setdefault(aten.native_batch_norm_backward.default, []).append(
-            _s(*grads)
-        )
-SAMPLES[aten.native_batch_norm.default].append(
-    _s(_G, None, None, None, None, True, 0.1, 1e-5)
-)
-SAMPLES[aten._native_batch_norm_legit.no_stats] = [
-    _s(_G, _f(8), _f(8), True, 0.1, 1e-5)
-]
-SAMPLES[aten._native_batch_norm_legit_no_training.default] = [
-    _s(_G, _f(8), _f(8), *_RUNNING, 0.1, 1e-5),
-    _s(_f(4, 8), None, None, *_RUNNING, 0.1, 1e-5),
-]
-_META = torch.empty(4, 8, 2, 2, device="meta")
-_PER_CHANNEL = [torch.empty(8, device="meta") for _ in range(5)]
-_RESERVE = torch.empty(0, dtype=torch.uint8, device="meta")
-for op in (aten.cudnn_batch_norm, aten.miopen_batch_norm):
-    UNRUNNABLE[op.default] = [_s(_META, *_PER_CHANNEL[:4], True, 0.1, 1e-5)]
-UNRUNNABLE[aten.cudnn_batch_norm_backward.default] = [
-    _s(_META, _META, *_PER_CHANNEL, 1e-5, _RESERVE)
-]
-UNRUNNABLE[aten.miopen_batch_norm_backward.default] = [
-    _s(_META, _META, *_PER_CHANNEL, 1e-5)
-]
-UNRUNNABLE[aten._batch_norm_with_update_functional.default] = [
-    _s(_META, *_PER_CHANNEL[:4], 0.1, 1e-5)
-]
-UNRUNNABLE[aten._batch_norm_no_update.default] = [
-    _s(_META, *_PER_CHANNEL[:4], 0.1, 1e-5)
-]
-UNRUNNABLE[aten.batch_norm_backward.default] = [
-    _s(_META, _META, *_PER_CHANNEL, True, 1e-5, [True] * 3, _RESERVE)
-]
-
-for op, forward in (
-    (aten._softmax_backward_data, torch.softmax),
-    (aten._log_softmax_backward_data, torch.log_softmax),
-):
-    SAMPLES[op.default] = [
-        _s(_f(4, 8, 4), forward(_f(4, 8, 4), dim), dim, torch.float64)
-        for dim in (-1, 1)
-    ]
 
 
 # Attention
@@ -348,14 +209,6 @@ def _attention_samples() -> None:
         if kv_heads == 8:
             grads = (_f(*out.shape), q, k, v, out, lse, 0.0, causal)
             SAMPLES.setdefault(backward, []).append(_s(*grads, scale=0.5, **kwargs))
-        plain = (q, k, v, kwargs.get("attn_mask"), 0.0, causal)
-        gqa = {"enable_gqa": kv_heads != 8}
-        for op in (
-            aten.scaled_dot_product_attention.default,
-            aten._scaled_dot_product_attention_math.default,
-        ):
-            held = plain if "math" not in str(op) else (*plain, None)
-            SAMPLES.setdefault(op, []).append(_s(*held, **gqa))
 
 
 _attention_samples()
@@ -532,8 +385,8 @@ def _image(k: int, n: int = 6) -> torch.Tensor:
     return _f(4, 8, *[n] * k)
 
 
-def _add(name: str, *args: Any, overload: str = "default", **kwargs: Any) -> Any:
-    op = getattr(getattr(aten, name), overload)
+def _add(name: str, *args: Any, **kwargs: Any) -> Any:
+    op = getattr(aten, name).default
     SAMPLES.setdefault(op, []).append((args, kwargs))
     return op(*args, **kwargs)
 
@@ -551,7 +404,6 @@ def _pool_samples() -> None:
             _add(f"avg_pool{k}d_backward", grad, x, *window, False, True, None)
             out = _add(f"_adaptive_avg_pool{k}d", x, [2] * k)
             _add(f"_adaptive_avg_pool{k}d_backward", _f(*out.shape), x)
-            _add(f"adaptive_avg_pool{k}d", x, [4] * k)
             out, where = _add(f"adaptive_max_pool{k}d", x, [2] * k)
             _add(f"adaptive_max_pool{k}d_backward", _f(*out.shape), x, where)
     # Windows that overlap, several shards of rows, and those that count what is padded.
@@ -569,8 +421,6 @@ def _pool_samples() -> None:
     out = _add("avg_pool2d", x, [3, 2], [], [1, 0], True, False)
     out = _add("_adaptive_avg_pool2d", x, [2, 4])
     _add("_adaptive_avg_pool2d_backward", _f(*out.shape), x)
-    _add("avg_pool1d", _image(1), [2])
-    _add("adaptive_avg_pool1d", _image(1), [2])
     x = _image(2)
     pool = ([3, 3], [2, 2], [1, 1], [1, 1])
     SAMPLES["prims::_low_memory_max_pool_with_offsets"] = [
@@ -595,9 +445,6 @@ _COVERED = (
 
 def _resample_samples() -> None:
     for name, ranks, aligned in (
-        ("upsample_nearest{}d", (1, 2, 3), ()),
-        ("_upsample_nearest_exact{}d", (1, 2, 3), ()),
-        ("upsample_linear{}d", (1,), (False,)),
         ("upsample_bilinear{}d", (2,), (True,)),
         ("upsample_bicubic{}d", (2,), (False,)),
         ("upsample_trilinear{}d", (3,), (False,)),
@@ -611,7 +458,6 @@ def _resample_samples() -> None:
                 continue
             x = _image(k, 4)
             out = _add(op, x, [6] * k, *aligned)
-            _add(op, x, None, *aligned, [2.0] * k, overload="vec")
             grad = _f(*out.shape)
             _add(f"{op}_backward", grad, [6] * k, list(x.shape), *aligned)
             for size, how in _COVERED if op.endswith("_aa") else ():
@@ -621,13 +467,11 @@ def _resample_samples() -> None:
 
 
 def _rearrange_samples() -> None:
-    window = ([3, 3], [1, 1], [1, 1], [1, 1])
-    for x in (_image(2, 4), _image(2, 4)[0]):
-        out = _add("im2col", x, *window)
-        _add("col2im", _f(*out.shape), [4, 4], *window)
     for k in (2, 3):
         x, grid = _image(k, 4), _f(4, *[4, 8, 2][:k], k)
-        out = _add(f"grid_sampler_{k}d", x, grid, 0, 0, False)
+        out = getattr(aten, f"grid_sampler_{k}d")(x, grid, 0, 0, False)
+        if k == 3:
+            _add("grid_sampler_3d", x, grid, 0, 0, False)
         for mask in ([True, True], [False, True], [True, False]):
             grad = _f(*out.shape)
             _add(f"grid_sampler_{k}d_backward", grad, x, grid, 0, 0, False, mask)

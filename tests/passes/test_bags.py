@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.sharding.ops import embedding, own_rows
+from fxpar.sharding.ops import embedding, local_call
 from tests.helpers.spawn import ranks_of
 
 ROWS, COLUMNS, BAGS, LENGTH = 16, 4, 8, 5
@@ -139,7 +139,7 @@ def rows_of_others_read(patch: pytest.MonkeyPatch) -> None:
     def wrong(call: Any, dim: int, index: Any, **how: Any) -> Any:
         part = part_of(call, dim, index, **how)
         everywhere = torch.ops.aten.ones_like.default
-        return part and own_rows.Part(
+        return part and local_call.Part(
             call,
             part.dim,
             part.n,

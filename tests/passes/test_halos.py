@@ -15,7 +15,7 @@ from torch import nn
 import fxpar
 from fxpar.errors import PlanError
 from fxpar.sharding import shift_messages
-from fxpar.sharding.ops import window_dims
+from fxpar.sharding.ops import convolution
 
 ROW = 8  # bytes of an element
 
@@ -222,9 +222,9 @@ def test_inside_a_branch_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("end", ["padding", "behind"])
 def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
-    real = window_dims.spatial_dims
+    real = convolution.spatial_dims
 
-    def short(*args: Any) -> window_dims.SpatialDims:
+    def short(*args: Any) -> convolution.SpatialDims:
         found = real(*args)
         first = end == "padding"
         read = tuple(

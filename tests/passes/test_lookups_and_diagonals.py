@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.sharding.ops import index_lists
+from fxpar.sharding.ops import indexing
 from fxpar.sharding.propagate import gather_lookups
 
 ROWS = ("tp", None)
@@ -228,6 +228,6 @@ def test_samples_by_a_grid_of_unlike_shards() -> None:
 def test_positions_in_the_whole_batch_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_lists, "_in_windows", lambda call, i, _: i)
+    monkeypatch.setattr(indexing, "_in_windows", lambda call, i, _: i)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         sampled("batch")

@@ -39,7 +39,6 @@ OPS: dict[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
     "often": (aten.repeat.default, lambda n: ([23, 1],)),
     "split": (aten.split_with_sizes.default, lambda n: ([1, n - 1], 0)),
     "flipped": (aten.flip.default, lambda n: ([0],)),
-    "rolled": (aten.roll.default, lambda n: ([2], [0])),
 }
 MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
 SIZES = (3, 5, 7, 8)

@@ -19,13 +19,7 @@ from fxpar.passes import moved_rows
 from fxpar.passes.local import local_ops
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
-from fxpar.sharding.ops import (
-    adaptive_pools,
-    antialiasing,
-    index_lists,
-    pools,
-    window_dims,
-)
+from fxpar.sharding.ops import convolution, indexing, pools, resampling
 from tests.helpers.spawn import ranks_of
 
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -288,7 +282,7 @@ def test_parts_of_a_dim(name: str, mesh: str) -> None:
 
 
 def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = adaptive_pools.UnevenParts
+    parts = pools.UnevenParts
     monkeypatch.setattr(parts, "arranged", lambda self, x, fill: _unmasked(self, x))
     with pytest.raises(AssertionError):
         check(*planned(PARTS["averages"]))
@@ -335,9 +329,9 @@ def a_window_one_row_short(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_window_one_row_late(patch: pytest.MonkeyPatch) -> None:
-    real = window_dims.SlidingWindow.reach.fget
+    real = convolution.SlidingWindow.reach.fget
     late = property(lambda w: replace(real(w), first=real(w).first + 1))
-    patch.setattr(window_dims.SlidingWindow, "reach", late)
+    patch.setattr(convolution.SlidingWindow, "reach", late)
 
 
 def rows_put_and_not_added(patch: pytest.MonkeyPatch) -> None:
@@ -349,7 +343,7 @@ def counts_of_a_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index_lists, "_in_windows", lambda call, indices, _: indices)
+    patch.setattr(indexing, "_in_windows", lambda call, indices, _: indices)
 
 
 def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
@@ -359,7 +353,7 @@ def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(antialiasing, "_SHARPNESS", -0.75)
+    patch.setattr(resampling, "_SHARPNESS", -0.75)
 
 
 @pytest.mark.parametrize(

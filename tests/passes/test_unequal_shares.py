@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpar
 from fxpar.graph import collective_nodes
-from fxpar.passes import lower_uneven
+from fxpar.passes import lower
 from fxpar.sharding import shard_sizes
 from tests.helpers.odd_sizes import check
 
@@ -80,7 +80,7 @@ def last_shards_are_short(patch: pytest.MonkeyPatch) -> None:
         rows = sum(parts)
         return build.call(torch.ops.aten.slice.Tensor, x, d, 0, rows)
 
-    patch.setattr(lower_uneven, "_join_parts", first_rows)
+    patch.setattr(lower, "_join_parts", first_rows)
 
 
 def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
         more[d] = room * len(parts) - sum(parts)
         return build.pad(x, more)
 
-    patch.setattr(lower_uneven, "_pad_parts", spread)
+    patch.setattr(lower, "_pad_parts", spread)
 
 
 def totals_by_share(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fxpar.graph.builder import Builder
 from fxpar.graph.region_ops import EDGES
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import has_random_numbers, op_facts_of
-from fxpar.sharding.ops.custom_op_rules import LEAVE, manual_axes, sizes_of
+from fxpar.sharding.ops.own_op_rules import LEAVE, manual_axes, sizes_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 

@@ -59,8 +59,8 @@ FEATURE = Feature(
 # Module -> namespace and names of the ops to which, and to whose backwards, it gives
 # local forms.
 _FORMS = {
-    "local_attention": "scaled_dot_product_attention "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "local_attention": "_scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
     "local_documents": "torch_attn::_varlen_attn",
     "local_flex": "higher_order::flex_attention",

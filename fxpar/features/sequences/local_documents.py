@@ -297,7 +297,7 @@ def _over_own_keys(
     sees_keys = build.call(aten.ne.Scalar, total, -math.inf)
     total = build.where(sees_keys, total, math.inf)
     total = build.call(aten.transpose.int, total, 0, 1)
-    total = build.call(aten.clone.default, total, memory_format=torch.contiguous_format)
+    total = build.copied(total)
     return out, total, state
 
 

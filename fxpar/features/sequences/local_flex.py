@@ -104,7 +104,7 @@ def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
         return q
     order = sorted(range(4), key=value.stride, reverse=True)
     dense = build.call(aten.permute.default, q, order)
-    dense = build.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
+    dense = build.copied(dense)
     return build.call(aten.permute.default, dense, [order.index(d) for d in range(4)])
 
 

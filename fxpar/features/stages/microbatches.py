@@ -31,7 +31,6 @@ from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
-from fxpar.passes.lower import contiguous
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cut_in_time import MEMORY
@@ -337,7 +336,7 @@ class _Unroller:
 
         def piece(p: int) -> fx.Node:
             cut = self.build.call(aten.slice.Tensor, x, dim, p * size, (p + 1) * size)
-            return contiguous(self.build, cut)
+            return self.build.contiguous(cut)
 
         return [self.of_part(p, functools.partial(piece, p)) for p in range(self.parts)]
 

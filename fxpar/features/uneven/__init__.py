@@ -33,7 +33,7 @@ FEATURE = Feature(
                 "find_shifts",
                 has(
                     "aten.cat aten.constant_pad_nd aten.slice_scatter aten.index "
-                    "aten._unsafe_index aten.index_select aten.index_put "
+                    "aten._unsafe_index aten.index_put "
                     "aten._unsafe_index_put aten.gather aten.scatter_add"
                 ),
             ),
@@ -49,7 +49,6 @@ FEATURE = Feature(
             _step("join_cuts", has("aten.select aten.slice")),
         ],
         "localize": [_step("share_exchanges", has("move_rows"))],
-        "decompose": [_step("rejoin_rows", has("aten.convolution"))],
     },
 )
 

@@ -41,8 +41,7 @@ def find_backward_scans(graph: fx.Graph, rewriter: Builder) -> None:
             at = dim % len(shape_of(scan))
             with rewriter.before(back):
                 node = rewriter.call(torch.ops.fxpar.scan_back.default, x, at, kind)
-            if node.meta["val"].stride() == back.meta["val"].stride():
-                rewriter.replace(back, node)
+            rewriter.replace_as_it_is(back, node)
 
 
 def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
@@ -59,8 +58,7 @@ def _find_backward_choices(graph: fx.Graph, rewriter: Builder) -> None:
         with rewriter.before(node):
             op = torch.ops.fxpar.choice_back.default
             back = rewriter.call(op, grad, places, dim % ndim)
-        if back.meta["val"].stride() == node.meta["val"].stride():
-            rewriter.replace(node, back)
+        rewriter.replace_as_it_is(node, back)
 
 
 def _is_index_of_choice(node: fx.Node, dim: int) -> bool:

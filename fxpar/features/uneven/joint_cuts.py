@@ -46,8 +46,7 @@ def join_cuts(graph: fx.Graph, rewriter: Builder) -> None:
                 else:
                     ends = first, first + len(rows)
                     cut = rewriter.call(aten.slice.Tensor, few, dim, *ends)
-            if cut.meta["val"].stride() == node.meta["val"].stride():
-                rewriter.replace(node, cut)
+            rewriter.replace_as_it_is(node, cut)
 
 
 def _dim_of(node: fx.Node) -> int | None:

@@ -219,9 +219,6 @@ def _lookup(node: fx.Node, dim: int) -> RowPlaces | None:
 
 def indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
     """Return (dim, positions) of a lookup or update along one dim, else None."""
-    if node.target is aten.index_select.default:
-        index = node.args[2]
-        return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
     indices = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
     if len(indices) != 1 or len(shape_of(indices[0][1])) != 1:
         return None
@@ -332,7 +329,6 @@ MOVERS: dict[Any, Mover] = {
     aten.add.Tensor: Mover(_add, _scatter_dim, True),
     aten.index.Tensor: Mover(_lookup, _index_dim),
     aten._unsafe_index.Tensor: Mover(_lookup, _index_dim),
-    aten.index_select.default: Mover(_lookup, _index_dim),
     aten.index_put.default: Mover(_update, _index_dim),
     aten._unsafe_index_put.default: Mover(_update, _index_dim),
     aten.gather.default: Mover(_lookup, _dim_argument),

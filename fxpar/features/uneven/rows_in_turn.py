@@ -114,8 +114,7 @@ def _interleave(
     if view.users:
         with rewriter.before(view):
             rows = _in_turn(parts, turns, shape_of(view), rewriter)
-        if rows.meta["val"].stride() == view.meta["val"].stride():
-            rewriter.replace(view, rows)
+        rewriter.replace_as_it_is(view, rows)
 
 
 def _before_stack(parts: list[fx.Node], dim: int) -> list[fx.Node]:
@@ -207,9 +206,7 @@ def _slice_padded(
     for reader in readers:
         with rewriter.before(reader):
             own = _every(source, turns, index, shape_of(reader), rewriter)
-            if own.meta["val"].stride() != reader.meta["val"].stride():
-                layout = torch.contiguous_format
-                own = rewriter.call(aten.clone.default, own, memory_format=layout)
+            own = rewriter.with_strides_of(reader, own)
         if own.meta["val"].stride() == reader.meta["val"].stride():
             reader.replace_all_uses_with(own)
 

@@ -10,16 +10,14 @@ from torch import fx
 
 from fxpar.features.uneven import (
     backward_scans,
-    interleaved_rows,
     joint_cuts,
     normalize_shifts,
     repeated_rows,
     rows_in_turn,
 )
-from fxpar.features.uneven import rejoin_rows as rejoining
 from fxpar.passes.local import share_exchanges as exchanges
 from fxpar.passes.order.order_collectives import of_build
-from fxpar.runtime.steps.pipeline_state import JointState, RankState
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding import shard_sizes
 
 find_shifts = of_build(normalize_shifts.find_shifts)
@@ -38,7 +36,7 @@ def interleave_rows(graph: fx.Graph, state: JointState) -> None:
         divides = (shard_sizes.is_exact(rows, mesh, (axis,)) for axis in mesh.names)
         return rows >= shard_sizes.LONG * mesh.size and not all(divides)
 
-    interleaved_rows.interleave_rows(graph, state.build, splits)
+    repeated_rows.interleave_rows(graph, state.build, splits)
 
 
 def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
@@ -57,9 +55,3 @@ def share_exchanges(graph: fx.Graph, state: JointState) -> None:
     """Cut slices of one tensor from rows that are exchanged once, where that pays."""
     if state.decided.mesh.size > 1 and not state.open:
         exchanges.share_exchanges(graph, state.build, state.decided.mesh)
-
-
-def rejoin_rows(graph: fx.Graph, state: RankState) -> None:
-    """Let a backward join rows again, where Inductor compiles it."""
-    if state.inductor:
-        rejoining.rejoin_rows(graph)

@@ -31,7 +31,6 @@ from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import REGION, Builder
-from fxpar.passes.lower import contiguous
 
 _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 
@@ -242,7 +241,7 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
         piece = build.call(aten.reshape.default, piece, [count, *shape])
         piece = build.call(aten.movedim.int, piece, 0, dim)
         shape = list(node.meta["val"].shape)
-        return contiguous(build, build.call(aten.reshape.default, piece, shape))
+        return build.contiguous(build.call(aten.reshape.default, piece, shape))
 
     return whole, cut
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
-from fxpar.passes.lower import contiguous, divided, is_divided_first
+from fxpar.passes.lower import divided, is_divided_first
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ class Ring:
         start = build.offset(self.axes, -size, (count - 1) * size)
         end = build.offset(self.axes, -size, (2 * count - 1) * size)
         x = build.call(aten.cat.default, row, dim)
-        return contiguous(build, build.call(aten.slice.Tensor, x, dim, start, end))
+        return build.contiguous(build.call(aten.slice.Tensor, x, dim, start, end))
 
     def passed(self, build: Builder, x: fx.Node, way: int) -> fx.Node:
         """Append ``x`` of the rank before (``way`` 1), or of the next (-1)."""

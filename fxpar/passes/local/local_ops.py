@@ -28,8 +28,7 @@ from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
-from fxpar.sharding.body_rules import Inside
-from fxpar.sharding.body_ties import TIES
+from fxpar.sharding.body_rules import TIES, Inside
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of

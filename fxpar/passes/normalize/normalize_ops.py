@@ -230,11 +230,7 @@ def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
                 aten.max_pool2d_with_indices_backward.default,
                 *(grad, *pool.args[:6], index),
             )
-            if gradient.meta["val"].stride() != result.meta["val"].stride():
-                layout = torch.contiguous_format
-                gradient = rewriter.call(
-                    aten.clone.default, gradient, memory_format=layout
-                )
+            gradient = rewriter.with_strides_of(result, gradient)
         rewriter.replace(result, gradient)
 
 
@@ -286,8 +282,7 @@ def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
         with rewriter.before(node):
             rows = [rewriter.call(aten.unsqueeze.default, x, dim) for x in parts]
             stacked_rows = rewriter.call(aten.cat.default, rows, dim)
-        if stacked_rows.meta["val"].stride() == node.meta["val"].stride():
-            rewriter.replace(node, stacked_rows)
+        rewriter.replace_as_it_is(node, stacked_rows)
 
 
 def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
@@ -312,11 +307,7 @@ def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
                 product = rewriter.call(aten.mul.Tensor, weight, value)
                 if shape_of(node) != rows:
                     product = rewriter.call(aten.squeeze.dim, product, dim)
-                if product.meta["val"].stride() != node.meta["val"].stride():
-                    layout = torch.contiguous_format
-                    product = rewriter.call(
-                        aten.clone.default, product, memory_format=layout
-                    )
+                product = rewriter.with_strides_of(node, product)
             rewriter.replace(node, product)
             break
 

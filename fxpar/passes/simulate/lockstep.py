@@ -38,7 +38,7 @@ from fxpar.passes.simulate.emulate_collectives import (
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw
-from fxpar.sharding.ops.custom_op_rules import REGION_OPS
+from fxpar.sharding.ops.own_op_rules import REGION_OPS
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec
 

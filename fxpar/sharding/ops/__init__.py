@@ -2,9 +2,10 @@
 ``rule``.
 
 One module per family of ops has a dict ``ROWS``: an op's rule, its local form, and its
-other facts (``op_facts``). Ops that are registered only once some part of torch is
-imported are keyed by name, ``"prims::inductor_random"``. ``fxpar/passes/`` adds local
-forms of attention and experts.
+other facts (``op_facts``). An op that Inductor always decomposes has none: no graph
+that is planned has it. Ops that are registered only once some part of torch is imported
+are keyed by name, ``"prims::inductor_random"``. Features add local forms, of attention
+and experts.
 In: rows of the families, of passes and of users. Out: the row, or the sized Rule, of a
 call.
 Never: fails on a missing row: ``rule_of`` returns None and the planner makes the op's
@@ -23,24 +24,21 @@ from fxpar.errors import RuleError
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up
 from fxpar.sharding.ops import (
-    adaptive_pools,
-    antialiasing,
     attention,
     convolution,
-    custom_op_rules,
     diagonals,
     embedding,
-    index_lists,
     indexing,
     linalg,
     matmul,
     nn_attention,
-    normalization,
     order,
+    own_op_rules,
     padding,
     pointwise,
     pools,
     reduction,
+    resampling,
     slicing,
     sources,
     statistics,
@@ -58,23 +56,20 @@ FAMILIES = (
     slicing,
     diagonals,
     indexing,
-    index_lists,
     embedding,
-    normalization,
     convolution,
     pools,
-    adaptive_pools,
-    antialiasing,
+    resampling,
     attention,
     nn_attention,
     sources,
     statistics,
-    custom_op_rules,
+    own_op_rules,
 )
 
 # Families whose kernels reject empty tensors, and get a row of zeros instead; and
 # families that reject that too, or must not get it.
-_FILLED = (normalization, convolution, pools, adaptive_pools, antialiasing, attention)
+_FILLED = (convolution, pools, resampling, attention)
 _NEVER_EMPTY = (linalg, statistics, nn_attention)
 
 

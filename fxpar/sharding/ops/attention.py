@@ -29,6 +29,7 @@ from fxpar import _torch
 from fxpar.sharding.factors import Gathered, Rule, parse_rule
 from fxpar.sharding.op_facts import BIASES
 from fxpar.sharding.op_table import Row, align, keys, make, rows, text
+from fxpar.sharding.ops.local_call import Localizer, form_of_feature
 
 aten = torch.ops.aten
 
@@ -158,6 +159,8 @@ class _Kernel:
     of_bias: Callable[[Call], bool] = lambda call: False
     # Whether tensors are [batch, sequence, heads, dim].
     seq_first: bool = False
+    # Its local form; a feature adds that of a kernel whose rows count places.
+    local: Localizer | None = None
 
     def words(self, call: Call) -> Heads | None:
         """Return the words of a call."""
@@ -202,7 +205,7 @@ def _has_places(call: Call) -> bool:
 
 
 _NEITHER = (False, False)
-_FLASH = _Kernel(lambda call: (True, True))
+_FLASH = _Kernel(lambda call: (True, True), local=form_of_feature)
 # Name of a forward -> its kernel; the backward has its name, too.
 _KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": _FLASH,
@@ -214,6 +217,7 @@ _KERNELS = {
         _efficient_splits,
         lambda call: _has_logsumexp(call) and _has_fitting_rows(call),
         of_bias=_has_bias_gradient,
+        local=form_of_feature,
     ),
     "_efficient_attention_forward": _Kernel(
         lambda call: _NEITHER,
@@ -222,7 +226,10 @@ _KERNELS = {
         seq_first=True,
     ),
     "_scaled_dot_product_cudnn_attention": _Kernel(
-        lambda call: (_has_logsumexp(call),) * 2, _has_logsumexp, has_column=True
+        lambda call: (_has_logsumexp(call),) * 2,
+        _has_logsumexp,
+        has_column=True,
+        local=form_of_feature,
     ),
     "_scaled_dot_product_fused_attention_overrideable": _Kernel(
         lambda call: _NEITHER, lambda call: False, of_bias=lambda call: True
@@ -279,17 +286,6 @@ def _operands(
     return operands
 
 
-def _written_out(call: Call, *, scores: bool = False) -> Rule | None:
-    """Return the rule of attention by other ops. ``scores``: it gives the scores too,
-    and counts places itself."""
-    splits = not (scores and call.get("is_causal"))
-    words = heads_of(call["query"], call["key"], queries=splits)
-    operands = None if words is None else _operands(call, words)
-    if words is None or operands is None:
-        return None
-    return words.rule(*operands, results=[words.out, *[words.scores] * scores])
-
-
 # Whole layers that torch runs as one op in eval, weights included
 
 _BATCHED = ["b", "_", "_"]
@@ -324,13 +320,11 @@ def _row(
 
 
 ROWS: dict[Any, Row] = {
-    **_row("scaled_dot_product_attention", _written_out),
-    **_row("_scaled_dot_product_attention_math", partial(_written_out, scores=True)),
     **_row("_transformer_encoder_layer_fwd", _layer),
     **_row("_native_multi_head_attention", _layer),
 }
 for _forward, _kernel in _KERNELS.items():
     _backward = f"{_forward.removesuffix('_forward')}_backward"
-    _facts = "orders seq_first" * _kernel.seq_first
-    ROWS |= _row(_forward, partial(_fused, _kernel, False), facts=_facts)
-    ROWS |= _row(_backward, partial(_fused, _kernel, True), linear="0", facts=_facts)
+    _marks = {"facts": "orders seq_first" * _kernel.seq_first, "local": _kernel.local}
+    ROWS |= _row(_forward, partial(_fused, _kernel, False), **_marks)
+    ROWS |= _row(_backward, partial(_fused, _kernel, True), linear="0", **_marks)

@@ -9,17 +9,12 @@ Never: exchanges rows.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import fx
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import at, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import part_of, rows_at, trailing
-from fxpar.sharding.ops.slicing import into
+from fxpar.sharding.ops.local_call import LocalCall, part_of, rows_at, trailing
 from fxpar.sharding.ops.views import Shape, moves
 
 aten = torch.ops.aten
@@ -53,27 +48,11 @@ def _diagonal_words(
     return words, [*others, along]
 
 
-def diagonal_backward(
-    grad: torch.Tensor, shape: Shape, offset: int, dim1: int, dim2: int
-) -> Rule:
-    words, line = _diagonal_words(shape, grad.shape[-1], dim1, dim2)
-    return make([line], [words])
-
-
 def diagonal_scatter(
     x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Rule:
-    return into(x, diagonal_backward(source, x.shape, offset, dim1, dim2))
-
-
-def diag_embed(
-    x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
-) -> Rule:
-    shape, rows = list(x.shape[:-1]), x.shape[-1] + abs(offset)
-    for dim in sorted((at(dim1, x.ndim + 1), at(dim2, x.ndim + 1))):
-        shape.insert(dim, rows)
-    words, line = _diagonal_words(shape, x.shape[-1], dim1, dim2)
-    return make([line], [words])
+    words, line = _diagonal_words(x.shape, source.shape[-1], dim1, dim2)
+    return make([words, line], [words])
 
 
 # Local forms
@@ -114,14 +93,22 @@ def _local_diagonal(
     return elements
 
 
-def _put(
-    call: LocalCall, source: fx.Node, x: fx.Node | None, offset: int, dims: list[int]
+def _local_diagonal_scatter(
+    call: LocalCall,
+    x: fx.Node,
+    source: fx.Node,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
 ) -> fx.Node:
-    """Return ``x``, or zeros, with the elements of ``source`` that fall into this
-    rank's rows and columns."""
-    build, like, position = call.build, source.meta["val"], len(call.operands) - 1
+    """Return ``x`` with the elements of ``source`` that fall into this rank's rows and
+    columns."""
+    build, like = call.build, source.meta["val"]
     shape, spec, words = call.result_shape(), call.results[0], call.rule.results[0]
-    along = call.rule.operands[position][-1]
+    dims = [dim % len(shape) for dim in (dim1, dim2)]
+    if not any(spec.dims[d] for d in dims) or not call.shapes[1][-1]:
+        return call.same(x, source, offset, dim1, dim2)
+    along = call.rule.operands[1][-1]
     numbers = []
     for d, start in zip(dims, _starts(offset), strict=True):
         own = build.iota(build.own_size(shape[d], spec.dims[d]), like.device)
@@ -132,7 +119,7 @@ def _put(
     hit = build.call(aten.eq.Tensor, *columns)
     lead = next((k for k, d in enumerate(dims) if along and words[d] == along), None)
     if lead is None:
-        lead, count = 0, call.shapes[position][-1]
+        lead, count = 0, call.shapes[1][-1]
         place = build.call(aten.clamp.default, numbers[0], 0, count - 1)
         source = rows_at(call, source, like.dim() - 1, place)
     source = build.call(aten.unsqueeze.default, source, -1)
@@ -140,40 +127,16 @@ def _put(
     order = [*(d for d in range(len(shape)) if d not in dims), *ends]
     places = [order.index(d) for d in range(len(shape))]
     source = build.call(aten.permute.default, source, places)
-    if x is None:
-        x = call.full(call.local_shape(), 0, source)
     return build.call(aten.where.self, hit, source, x)
 
 
-def _local_put(defaults: tuple[int, int, int], call: LocalCall, *args: Any) -> fx.Node:
-    """Return the source's elements put on a diagonal. ``args``: an operand if there is
-    one, the source, the result's shape if it is an argument; offset and dims, else
-    their ``defaults``."""
-    numbers = [x for x in args if isinstance(x, int)]
-    offset, *dims = *numbers, *defaults[len(numbers) :]
-    dims = [dim % len(call.result_shape()) for dim in dims]
-    *x, source = (arg for arg in args if isinstance(arg, fx.Node))
-    is_split = any(call.results[0].dims[d] for d in dims)
-    if is_split and call.shapes[len(call.operands) - 1][-1]:
-        return _put(call, source, x[0] if x else None, offset, dims)
-    own = list(call.local_shape())
-    return call.same(*(own if isinstance(arg, (list, tuple)) else arg for arg in args))
-
-
 ROWS = {
-    **moves("diagonal diagonal_copy", diagonal, local=_local_diagonal),
-    **moves(
-        "diagonal_backward",
-        diagonal_backward,
-        shape=1,
-        local=partial(_local_put, (0, 0, 1)),
-    ),
+    **moves("diagonal", diagonal, local=_local_diagonal),
     **rows(
         "diagonal_scatter",
         diagonal_scatter,
         movement="0+1",
-        local=partial(_local_put, (0, 0, 1)),
+        local=_local_diagonal_scatter,
         facts="moves",
     ),
-    **moves("diag_embed", diag_embed, local=partial(_local_put, (0, -2, -1))),
 }

@@ -27,8 +27,15 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.op_table import make, names, rows, text
-from fxpar.sharding.ops.local_call import LocalCall, Localizer
-from fxpar.sharding.ops.own_rows import Part, part_of, rows_at, trailing, without_spares
+from fxpar.sharding.ops.local_call import (
+    LocalCall,
+    Localizer,
+    Part,
+    part_of,
+    rows_at,
+    trailing,
+    without_spares,
+)
 
 aten = torch.ops.aten
 prims = torch.ops.prims

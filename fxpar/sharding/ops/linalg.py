@@ -65,14 +65,6 @@ def batched(form: str) -> Callable[..., Rule]:
     return rule_of_call
 
 
-def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
-    """Return the rule; vectors along ``dim`` are whole."""
-    common, own = aligned([a.shape, b.shape])
-    whole = common[dim]
-    *operands, result = (["_" if w == whole else w for w in x] for x in (*own, common))
-    return make(operands, [result])
-
-
 def svd(a: torch.Tensor, full: bool = False, vectors: bool = True, **_: Any) -> Rule:
     form = "... _ _ -> ... _ _, ... _, ... _ _"
     return _rule(form, [a], empty=() if vectors else (0, 2))
@@ -140,14 +132,13 @@ FACTORS = batched("... _ _ -> ... _ _, ... _, ...")
 BY_MATRIX = batched("... _ k, ... _ _ -> ... _ k")
 
 ROWS = {
-    **rows("linalg_cholesky cholesky cholesky_inverse linalg_matrix_exp", MATRIX),
+    **rows("cholesky cholesky_inverse linalg_matrix_exp", MATRIX),
     **rows("linalg_cholesky_ex linalg_inv_ex", MATRIX_INFO),
     **rows("linalg_lu_factor_ex linalg_ldl_factor_ex", FACTORS),
     **rows("_linalg_svd", svd),
     **rows("_linalg_eigh", eigh),
     **rows("linalg_eig", batched("... _ _ -> ... _, ... _ _")),
-    **rows("linalg_eigvals _linalg_eigvals", batched("... _ _ -> ... _")),
-    **rows("linalg_cross", cross, linear="0|1"),
+    **rows("_linalg_eigvals", batched("... _ _ -> ... _")),
     **rows("linalg_qr", qr),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
@@ -164,6 +155,5 @@ ROWS = {
         "linalg_ldl_solve", batched("... _ _, ... _, ... _ k -> ... _ k"), linear="2"
     ),
     **rows("cholesky_solve _cholesky_solve_helper", BY_MATRIX, linear="0"),
-    **rows("linalg_pinv.atol_rtol_tensor linalg_pinv.rcond_tensor", pinv),
-    **rows("linalg_pinv linalg_pinv.atol_rtol_float", pinv),
+    **rows("linalg_pinv.atol_rtol_tensor", pinv),
 }

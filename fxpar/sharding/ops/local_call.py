@@ -1,8 +1,13 @@
-"""Holds one op call while it is made local: the argument of every local form.
+"""Holds one op call while it is made local, the argument of every local form, and maps
+an index into a split dim to the rows of this rank.
 
+A rank holds rows ``[offset, offset + n)`` of the dim. A lookup reads its own rows and
+gives zero elsewhere, so results are partial. An update that accumulates adds zero for
+rows that other ranks hold; any other update writes those to a spare row, which is cut
+off afterwards (``Part``).
 In: a call with its rule, specs and global shapes. Out: shapes on this rank, and nodes
 of the local graph.
-Never: chooses a spec.
+Never: chooses a spec, or communicates.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule
@@ -92,3 +98,133 @@ class LocalCall:
 
 # (call, *local args, **local kwargs) -> node
 Localizer = Callable[..., Any]
+
+
+def form_of_feature(call: LocalCall, *_: Any, **__: Any) -> Any:
+    """Raise PlanError: the local form of the op is one that a feature adds to the
+    table, and without it numbers would be wrong."""
+    raise PlanError(
+        f"{call.node.target} has no local form yet: a feature of fxpar adds it",
+        fix="import fxpar.features before making a graph local",
+    )
+
+
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Part:
+    """Is an index into this rank's rows of a dim."""
+
+    # The lookup or update.
+    call: LocalCall
+    # The dim that is indexed; never negative.
+    dim: int
+    # Rows of the dim that this rank holds.
+    n: Size
+    # The index, counted from the rank's first row.
+    place: fx.Node
+    # Whether the index is one of the rank's rows.
+    inside: fx.Node
+    # Whether some rank has no rows.
+    empty: bool
+
+    def rows_of(self, x: fx.Node) -> fx.Node:
+        """Return the rows that are looked up, at least one."""
+        if not self.empty:
+            return x
+        least = self.call.build.compute(max, self.n, 1)
+        padding = self.call.build.missing(least, self.n)
+        pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [padding]
+        return self.call.build.pad_ends(x, pad)
+
+    def read(self) -> fx.Node:
+        """Return the place, or for other ranks' rows one that may be read."""
+        return self.call.where(self.inside, self.place, 0)
+
+    def fold(self) -> fx.Node:
+        """Return the place, or for other ranks' rows one to add zero to: different
+        ones, so that atomic adds of zero do not all queue for the same row."""
+        return self.call.build.call(aten.remainder.Scalar, self.place, self.n)
+
+    def store(self) -> fx.Node:
+        """Return the place, or for other ranks' rows the spare row past the end."""
+        return self.call.where(self.inside, self.place, self.n)
+
+    def put(self, x: fx.Node, dim: int, *args: Any, **options: Any) -> fx.Node:
+        """Return the result of the update ``(x, dim, index, *args)``; the spare row
+        takes other ranks' rows."""
+        spare = with_spares(self.call, x, [self.dim])
+        result = self.call.same(spare, dim, self.store(), *args, **options)
+        return without_spares(self.call, result, [self])
+
+
+def part_of(
+    call: LocalCall,
+    dim: int,
+    index: fx.Node,
+    *,
+    operand: int = 0,
+    signed: bool = False,
+    result: bool = False,
+) -> Part | None:
+    """Return the part of dim ``dim`` of an operand (or of the result) that ``index``
+    meets; None if that dim is not split. ``signed``: an index may be negative and count
+    from the end."""
+    spec = call.results[0] if result else call.operands[operand]
+    shape = call.result_shape() if result else call.shapes[operand]
+    axes = spec.dims[dim]
+    if not axes:
+        return None
+    build, n = call.build, call.build.own_size(shape[dim], axes)
+    if signed:
+        negative = build.call(aten.lt.Scalar, index, 0)
+        from_end = build.call(aten.add.Tensor, index, shape[dim])
+        index = build.call(aten.where.self, negative, from_end, index)
+    start = build.own_start(shape[dim], axes)
+    place = build.call(aten.sub.Tensor, index, start)
+    inside = is_within(call, place, n)
+    empty = call.is_empty(spec, shape, dim)
+    return Part(call, dim % len(shape), n, place, inside, empty)
+
+
+def is_within(call: LocalCall, place: fx.Node, n: Size) -> fx.Node:
+    """Return which places are among the first ``n``."""
+    low = call.build.call(aten.ge.Scalar, place, 0)
+    high = call.build.call(aten.lt.Scalar, place, n)
+    return call.build.call(aten.bitwise_and.Tensor, low, high)
+
+
+def trailing(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
+    """Return ``x`` with ``dims`` dims of size 1 appended."""
+    for _ in range(dims):
+        x = call.build.call(aten.unsqueeze.default, x, -1)
+    return x
+
+
+def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
+    """Return rows of a dim at these places by ``index``, which Inductor takes:
+    ``index_select`` is decomposed before."""
+    return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
+
+
+def added_at(
+    call: LocalCall, rows: fx.Node, shape: Sequence[Size], dim: int, places: fx.Node
+) -> fx.Node:
+    """Return zeros of this shape with the rows added at these places of a dim."""
+    zeros, indices = call.full(shape, 0, rows), [*[None] * dim, places]
+    return call.build.call(aten.index_put.default, zeros, indices, rows, True)
+
+
+def with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """Return ``x`` with a spare row at the end of each dim."""
+    ndim = x.meta["val"].dim()
+    pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
+    return call.build.pad_ends(x, pad)
+
+
+def without_spares(call: LocalCall, x: fx.Node, parts: Sequence[Part]) -> fx.Node:
+    """Return ``x`` without the spare row of each part."""
+    for part in parts:
+        x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
+    return x

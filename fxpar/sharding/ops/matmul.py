@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.sharding.factors import Passage, Rule
 from fxpar.sharding.op_table import Word, aligned, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
+from fxpar.sharding.ops.local_call import LocalCall, form_of_feature
 
 aten = torch.ops.aten
 
@@ -43,69 +43,6 @@ def _biased(*tensors: str) -> Callable[..., Rule]:
         return make([words, *operands], [result])
 
     return rule_of_call
-
-
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> Rule:
-    batch = words_of(x.shape[:-1])
-    result = batch + ["n"] * (weight.ndim == 2)
-    if bias is None:
-        tensors = [[*batch, "k"], ["n", "k"][-weight.ndim :]]
-        return make(tensors, [result], passages=[Passage((0,)), Passage((1,))])
-    tensors = [[*batch, "k!"], ["n", "k!"][-weight.ndim :], ["n"][: bias.ndim]]
-    return make(tensors, [result], passages=[Passage((0, 2)), Passage((1, 2))])
-
-
-def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
-    """Return the rule: batch dims are aligned from the right; a matrix may be a
-    vector."""
-    x_words = ["m", "k"][-x.ndim :]
-    y_words = ["k", "n"][: y.ndim]
-    batch, (left, right) = aligned([x.shape[:-2], y.shape[:-2]], "d")
-    result = [*batch, *x_words[:-1], *y_words[1:]]
-    return make([left + x_words, right + y_words], [result])
-
-
-def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | None:
-    """Return the rule: letters are factors; the dims of ``...`` align from the right,
-    as in torch.
-
-    None where a letter is twice in one operand, which takes a diagonal.
-    """
-    operand_terms, arrow, result_term = (
-        equation.replace(" ", "").replace("...", "@").partition("->")
-    )
-    terms = operand_terms.split(",")
-    extra = [
-        t.ndim - len(term.replace("@", ""))
-        for t, term in zip(tensors, terms, strict=True)
-    ]
-    most = max((n for n, t in zip(extra, terms, strict=True) if "@" in t), default=0)
-    if not arrow:
-        letters = "".join(terms).replace("@", "")
-        once = sorted(c for c in set(letters) if letters.count(c) == 1)
-        result_term = "@" * ("@" in operand_terms) + "".join(once)
-
-    def spell(term: str, n: int) -> list[str]:
-        dots = [f"e{i}" for i in range(most - n, most)]
-        return [w for c in term for w in (dots if c == "@" else [c])]
-
-    operands = [spell(term, n) for term, n in zip(terms, extra, strict=True)]
-    if any(len(set(words)) < len(words) for words in operands):
-        return None
-    size: dict[str, int] = {}
-    for words, t in zip(operands, tensors, strict=True):
-        for word, n in zip(words, t.shape, strict=True):
-            if size.get(word, 1) == 1:
-                size[word] = n
-    stretched = [
-        ["_" if n == 1 else word for word, n in zip(words, t.shape, strict=True)]
-        for words, t in zip(operands, tensors, strict=True)
-    ]
-    result = ["_" if size[w] == 1 else w for w in spell(result_term, most)]
-    passages = [Passage((i,)) for i in range(len(tensors))]
-    return make(stretched, [result], passages=passages)
 
 
 def _trilinear(
@@ -361,6 +298,8 @@ def _local_grouped_mm(
     return call.same(x, y, offs, *args, **options)
 
 
+_OF_EXPERTS: dict[str, Any] = {"local": form_of_feature, "facts": "replaced"}
+
 ROWS = {
     **rows(
         "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
@@ -387,12 +326,6 @@ ROWS = {
     ),
     **rows("baddbmm.dtype", None, product=1),
     **rows("addbmm", _biased("b! m k!", "b! k! n", "m n"), linear=BIASED),
-    **rows("addmv", _biased("m k!", "k!", "m"), linear=BIASED, empty="fill"),
-    **rows("addr", _biased("m", "n", "m n"), linear=BIASED),
-    **rows("mv", "m k, k -> m", linear="0|1"),
-    **rows("dot vdot matmul", _matmul, linear="0|1"),
-    **rows("linear", _linear),
-    **rows("einsum", _einsum),
     **rows("_scaled_mm", _scaled_mm, product=0),
     **rows("_scaled_mm_v2", _scaled_mm_v2),
     **rows("_trilinear", _trilinear, linear="0|1|2"),
@@ -409,9 +342,9 @@ ROWS = {
         linear="3",
         local=_local_grouped_mm,
     ),
-    **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, facts="replaced"),
+    **rows("fxpar::expert_mm", _expert_mm, linear="0|1", product=0, **_OF_EXPERTS),
     **rows(
-        "fxpar::expert_outer", _expert_outer, linear="0|1", product=0, facts="replaced"
+        "fxpar::expert_outer", _expert_outer, linear="0|1", product=0, **_OF_EXPERTS
     ),
     **rows(
         "fxpar::own_expert_mm",
@@ -427,10 +360,10 @@ ROWS = {
         product=0,
         facts="by_row",
     ),
-    **rows("fxpar::dispatch_slots", _dispatch_slots),
+    **rows("fxpar::dispatch_slots", _dispatch_slots, local=form_of_feature),
     **rows("fxpar::dispatch_rows", _dispatch_rows),
     **rows("fxpar::combine_rows", _combine_rows, linear="0"),
-    **rows("fxpar::exchange_slots", _exchange_slots, facts="replaced"),
-    **rows("fxpar::return_slots", _return_slots, facts="replaced"),
-    **rows("fxpar::within", _within),
+    **rows("fxpar::exchange_slots", _exchange_slots, **_OF_EXPERTS),
+    **rows("fxpar::return_slots", _return_slots, **_OF_EXPERTS),
+    **rows("fxpar::within", _within, local=form_of_feature),
 }

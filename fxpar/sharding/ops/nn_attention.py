@@ -30,6 +30,7 @@ from fxpar import _torch
 from fxpar.sharding.factors import Gathered, Rule
 from fxpar.sharding.op_table import Word, make, rows, tensors_of
 from fxpar.sharding.ops.attention import Heads, heads_of
+from fxpar.sharding.ops.local_call import form_of_feature
 
 # Words of several tensors, and of one.
 Names = list[list[str]]
@@ -242,11 +243,12 @@ def _varlen_backward(
     return make(operands, [query, key, value], sizes)
 
 
+_FLEX: dict[str, Any] = {"local": form_of_feature, "facts": "orders"}
+_DOCUMENTS: dict[str, Any] = {"local": form_of_feature, "facts": "orders seq_first"}
+
 ROWS = {
-    **rows("higher_order::flex_attention", _flex, facts="orders"),
-    **rows("higher_order::flex_attention_backward", _flex_backward, facts="orders"),
-    **rows("torch_attn::_varlen_attn", _varlen, facts="orders seq_first"),
-    **rows(
-        "torch_attn::_varlen_attn_backward", _varlen_backward, facts="orders seq_first"
-    ),
+    **rows("higher_order::flex_attention", _flex, **_FLEX),
+    **rows("higher_order::flex_attention_backward", _flex_backward, **_FLEX),
+    **rows("torch_attn::_varlen_attn", _varlen, **_DOCUMENTS),
+    **rows("torch_attn::_varlen_attn_backward", _varlen_backward, **_DOCUMENTS),
 }

@@ -24,8 +24,7 @@ from torch import fx
 
 from fxpar.sharding.factors import LINEAR, Axes, Gathered, Passage, Rule
 from fxpar.sharding.op_table import at, keeping, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import is_within, rows_at
+from fxpar.sharding.ops.local_call import LocalCall, is_within, rows_at
 from fxpar.sharding.ops.reads import gathered
 from fxpar.sharding.ops.reduction import filled, least, most, over
 

@@ -1,18 +1,18 @@
-"""Splits pads: with a constant, with repeated rows, with mirrored rows.
+"""Splits pads with a constant, and gradients of pads with repeated rows.
 
 Along a padded dim ranks exchange rows (``Rule.moves``). Pads that repeat or mirror rows
-have become lookups; in their backwards a rank sums the gradients of its own rows in the
-window of rows that they were made of (``Rule.windows``). Every partial value may pass a
-pad, except that a constant allows only reductions that leave the constant unchanged.
+have become lookups; in the backward of those that repeat rows a rank sums the gradients
+of its own rows in the window of rows that they were made of (``Rule.windows``). Every
+partial value may pass a pad, except that a constant allows only reductions that leave
+the constant unchanged.
 In: calls of these ops. Out: their rules and local forms.
 Never: fills in a constant on ranks that would then add it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +28,11 @@ from fxpar.sharding.factors import (
     Rule,
 )
 from fxpar.sharding.op_table import make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import added_at
+from fxpar.sharding.ops.local_call import LocalCall, added_at
 from fxpar.sharding.ops.reads import add_halo_rows, axes_of, exchange_of, windows_of
 from fxpar.sharding.ops.slicing import cut, moved
-from fxpar.sharding.ops.views import moves
 
 aten = torch.ops.aten
-
-# (row of the result, rows before, rows of the operand) -> row of the operand.
-Place = Callable[[int, int, int], int]
 
 
 def cut_ends(x: torch.Tensor, pad: Sequence[int]) -> Rule:
@@ -64,18 +59,8 @@ def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
     return replace(rule or cut_ends(x, pad), passages=passages)
 
 
-def repeated(i: int, before: int, rows: int) -> int:
-    """Return the row of the operand at row ``i`` of a pad that repeats the nearest
-    row."""
-    return min(max(i - before, 0), rows - 1)
-
-
-def turned(i: int, before: int, rows: int) -> int:
-    """Return the row of the operand at row ``i`` of a pad that mirrors rows."""
-    return rows - 1 - abs(rows - 1 - abs(i - before))
-
-
-def _backward(place: Place, grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]):
+def _backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Rule:
+    """Return the rule of the gradient of a pad that repeats the nearest row."""
     rule = cut_ends(x, pad)
     shapes = [*x.shape, *grad.shape]
     if min(pad) < 0 or not all(isinstance(n, int) for n in shapes):
@@ -85,7 +70,9 @@ def _backward(place: Place, grad: torch.Tensor, x: torch.Tensor, pad: Sequence[i
         at, n, count = 2 * (x.ndim - 1 - d), x.shape[d], grad.shape[d]
         before, after = pad[at : at + 2]
         ends = range(before), range(count - after, count)
-        head, tail = (tuple(place(i, before, n) for i in end) for end in ends)
+        head, tail = (
+            tuple(min(max(i - before, 0), n - 1) for i in end) for end in ends
+        )
         reach = Reach(1, first=-before, head=head, tail=tail)
         windows.append(RowWindow(2, d, n, count, reach))
     return replace(make([words, words], [words]), windows=tuple(windows))
@@ -95,10 +82,10 @@ def _backward(place: Place, grad: torch.Tensor, x: torch.Tensor, pad: Sequence[i
 
 
 def _local_pad_backward(
-    turns: bool, call: LocalCall, grad: fx.Node, x: fx.Node, pad: Sequence[int]
+    call: LocalCall, grad: fx.Node, x: fx.Node, pad: Sequence[int]
 ) -> fx.Node:
     """Return the gradient of the operand: rows are summed in the window of rows that a
-    rank's own were made of. ``turns``: rows were mirrored, not repeated."""
+    rank's own were made of."""
     windows = windows_of(call, 2)
     if not windows:
         return call.same(grad, x, pad)
@@ -112,15 +99,13 @@ def _local_pad_backward(
         grad = call.same(grad, call.full(shape, 0, x), rest)
     for window in windows:
         before = pad[2 * (len(shape) - 1 - window.dim)]
-        places = _padded_from(call, window, before, turns)
+        places = _padded_from(call, window, before)
         shape[window.dim] = build.window_rows(exchange_of(call, window))
         grad = added_at(call, grad, shape, window.dim, places)
     return add_halo_rows(call, grad, 2)
 
 
-def _padded_from(
-    call: LocalCall, window: RowWindow, before: int, turns: bool
-) -> fx.Node:
+def _padded_from(call: LocalCall, window: RowWindow, before: int) -> fx.Node:
     """Return the row of its window of which each row of a rank was made, by a pad with
     ``before`` rows before."""
     build, last = call.build, window.rows - 1
@@ -128,38 +113,19 @@ def _padded_from(
     place = build.iota(build.own_size(window.count, axes), device)
     start = build.own_start(window.count, axes, -before)
     place = build.call(aten.add.Tensor, place, start)
-    if turns:
-        place = build.call(aten.abs.default, place)
-        place = build.call(aten.rsub.Scalar, place, last)
-        place = build.call(aten.abs.default, place)
-        place = build.call(aten.rsub.Scalar, place, last)
-    else:
-        place = build.call(aten.clamp.default, place, 0, last)
+    place = build.call(aten.clamp.default, place, 0, last)
     first = build.window_start(exchange_of(call, window))
     return build.call(aten.sub.Tensor, place, first)
 
 
 ROWS = {
     **rows("constant_pad_nd", constant_pad, facts="copies moves pointwise"),
-    **moves(
-        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-        "replication_pad2d replication_pad3d",
-        cut_ends,
-        empty="fill",
-    ),
     **rows(
         "replication_pad1d_backward replication_pad2d_backward "
         "replication_pad3d_backward",
-        partial(_backward, repeated),
+        _backward,
         linear="0",
-        local=partial(_local_pad_backward, False),
-        empty="fill",
-    ),
-    **rows(
-        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward",
-        partial(_backward, turned),
-        linear="0",
-        local=partial(_local_pad_backward, True),
+        local=_local_pad_backward,
         empty="fill",
     ),
 }

@@ -102,10 +102,6 @@ def _division(x: Any, other: Any, *, rounding_mode: str | None) -> Sequence[str]
     return LINEAR if rounding_mode is None else ()
 
 
-def _leaky_relu(x: Any, slope: float = 0.01) -> Sequence[str]:
-    return MONOTONE if slope >= 0 else ()
-
-
 def _extremum(reduction: str) -> Callable[..., Rule]:
     """Return the rule function of a maximum of two: monotone in each, and passes maxima
     of both at once."""
@@ -121,41 +117,15 @@ def _extremum(reduction: str) -> Callable[..., Rule]:
     return rule_of_call
 
 
-def log_sigmoid(x: torch.Tensor) -> Rule | None:
-    """Return the rule, on CPU only: on an accelerator the second result is an empty
-    tensor, which has no factors."""
-    return broadcast_two(x) if x.device.type == "cpu" else None
-
-
-def log_sigmoid_backward(grad: Any, x: torch.Tensor, buffer: Any) -> Rule | None:
-    return broadcast(grad, x, buffer) if x.device.type == "cpu" else None
-
-
-def loss_backward(place: int) -> Callable[..., Rule | None]:
-    """Return the rule function of a loss's backward; argument ``place`` is the kind of
-    reduction. None for a mean, which divides by the global number of elements, unknown
-    from a rank's shard."""
-
-    def rule_of_call(*args: Any) -> Rule | None:
-        is_mean = args[place : place + 1] in ((), (1,))
-        return None if is_mean else broadcast(*args)
-
-    return rule_of_call
-
-
 # Nothing passes through these while partial.
 NONLINEAR = """
-    abs acos acosh angle asin atan2 atanh celu copysign.Scalar copysign.Tensor cosh
-    digamma elu erfc erfinv fmax fmin fmod.Scalar fmod.Tensor frac gcd hardshrink
-    hardswish heaviside hypot i0 igamma igammac lcm ldexp.Tensor lgamma log10 log2
-    logaddexp logaddexp2 logit mish mvlgamma nan_to_num nextafter polygamma
-    pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar
-    remainder.Scalar_Tensor remainder.Tensor round.decimals rsub.Scalar sgn sign
-    silu sinc softplus softshrink square sub.Scalar add.Scalar tan threshold
-    xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor floor_divide
-    floor_divide.Scalar special_erfcx special_log_ndtr special_ndtri special_entr
-    special_i0e special_i1 special_i1e special_xlog1py special_xlog1py.other_scalar
-    special_xlog1py.self_scalar special_zeta special_zeta.other_scalar
+    abs acos acosh asin atan2 atanh copysign.Scalar copysign.Tensor cosh digamma
+    erfc erfinv fmod.Scalar fmod.Tensor gcd hypot i0 igamma igammac ldexp.Tensor
+    lgamma log10 log2 logaddexp nextafter polygamma pow.Scalar pow.Tensor_Scalar
+    pow.Tensor_Tensor remainder.Scalar remainder.Scalar_Tensor remainder.Tensor
+    round.decimals rsub.Scalar sign silu sinc square sub.Scalar add.Scalar tan
+    floor_divide floor_divide.Scalar special_erfcx special_ndtri special_i0e
+    special_i1 special_i1e special_zeta special_zeta.other_scalar
     special_zeta.self_scalar special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
     special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
@@ -177,15 +147,14 @@ COPIES_PRIMS = "clone conj device_put view_of"
 
 TESTS = """
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
-    le.Scalar le.Tensor lt.Scalar lt.Tensor isfinite isinf isnan isneginf isposinf
-    signbit logical_and logical_not logical_or logical_xor bitwise_and.Scalar
-    bitwise_and.Scalar_Tensor bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor
-    bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_not
-    bitwise_or.Scalar bitwise_or.Scalar_Tensor bitwise_or.Tensor
-    bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor
-    bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar bitwise_xor.Scalar_Tensor
-    bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar
-    __rshift__.Tensor where.Scalar
+    le.Scalar le.Tensor lt.Scalar lt.Tensor isinf isnan signbit logical_and
+    logical_not logical_or logical_xor bitwise_and.Scalar bitwise_and.Scalar_Tensor
+    bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor bitwise_left_shift.Tensor
+    bitwise_left_shift.Tensor_Scalar bitwise_not bitwise_or.Scalar
+    bitwise_or.Scalar_Tensor bitwise_or.Tensor bitwise_right_shift.Scalar_Tensor
+    bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
+    bitwise_xor.Scalar_Tensor bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor
+    __rshift__.Scalar __rshift__.Tensor where.Scalar
 """
 
 POLYNOMIALS = " ".join(
@@ -202,21 +171,22 @@ POLYNOMIALS = " ".join(
 # Increasing on all numbers, and NaN where the operand is NaN.
 INCREASING = """
     asinh atan ceil clamp clamp.Tensor clamp_max clamp_max.Tensor clamp_min
-    clamp_min.Tensor exp2 expm1 floor hardsigmoid hardtanh relu relu6 round selu
-    sinh trunc
+    clamp_min.Tensor exp2 expm1 floor relu round sinh trunc
 """
 
-PLAIN = "neg deg2rad rad2deg real imag _conj_physical _neg_view"
+PLAIN = """
+    neg _conj_physical _neg_view
+"""
 
 # Backward formulas whose first tensor is the gradient, in which they are linear.
 GRADIENTS = """
-    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward
-    hardswish_backward hardtanh_backward leaky_relu_backward logit_backward
-    mish_backward native_dropout_backward sigmoid_backward silu_backward
-    softplus_backward softshrink_backward tanh_backward threshold_backward
+    gelu_backward hardshrink_backward sigmoid_backward silu_backward
+    softshrink_backward tanh_backward threshold_backward
 """
 
-COPIES = "alias_copy detach_copy lift lift_fresh _conj _conj_copy"
+COPIES = """
+    detach_copy lift_fresh _conj _conj_copy
+"""
 
 
 def _local_copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
@@ -250,10 +220,7 @@ ROWS = {
     **rows("erf prims::erf", broadcast, monotone="0", work="erf"),
     **rows("exp sigmoid prims::exp", broadcast, monotone="0", work="exp"),
     **rows("tanh prims::tanh", broadcast, monotone="0", work="tanh"),
-    **rows("leaky_relu", _passing(_leaky_relu, 0)),
     **rows("frexp.Tensor prims::frexp", broadcast_two),
-    **rows("log_sigmoid_forward", log_sigmoid),
-    **rows("log_sigmoid_backward", log_sigmoid_backward, linear="0"),
     **rows("maximum prims::maximum", _extremum("max")),
     **rows("minimum prims::minimum", _extremum("min")),
     **rows(
@@ -273,18 +240,11 @@ ROWS = {
     **rows(_with_prims(PLAIN, PLAIN_PRIMS), broadcast, linear="0"),
     **rows("mul.Scalar", broadcast, linear="0", facts="scales"),
     **rows(GRADIENTS, broadcast, linear="0"),
-    **rows("rrelu_with_noise_backward polar", broadcast, linear="0"),
-    **rows("_prelu_kernel", broadcast),
-    **rows("_prelu_kernel_backward", broadcast_two, linear="0"),
-    **rows("mse_loss_backward", loss_backward(3), linear="0"),
-    **rows("huber_loss_backward smooth_l1_loss_backward", loss_backward(3), linear="0"),
-    **rows("binary_cross_entropy_backward", loss_backward(4), linear="0"),
+    **rows("polar", broadcast, linear="0"),
     **rows("addcmul", broadcast, linear="0+1|0+2"),
     **rows("where.self prims::where", broadcast, movement="1+2", monotone="1|2"),
     **rows("where.ScalarOther", _passing(_blended(2), 1)),
     **rows("where.ScalarSelf", _passing(_blended(1), 1)),
-    **rows("masked_fill.Scalar", _passing(_blended(2), 0)),
-    **rows("masked_fill.Tensor", broadcast, movement="0+2", monotone="0|2"),
     **rows(_with_prims(COPIES, COPIES_PRIMS), broadcast, movement="0"),
     **rows("alias", broadcast, movement="0", facts="keeps_order renames by_row"),
     **rows("clone", broadcast, movement="0", facts="keeps_order copies moves sinks"),
@@ -293,7 +253,6 @@ ROWS = {
     **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
     **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
     **rows("copy", _passing(_copy, 1)),
-    **rows("fill.Tensor", broadcast, linear="1"),
     **rows("prims::mul", broadcast, linear="0|1"),
     **rows("prims::div", broadcast, linear="0", work="root"),
     **rows("prims::fma", broadcast, linear="0+2|1+2"),

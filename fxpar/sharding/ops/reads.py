@@ -27,8 +27,8 @@ from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes, RowMoves, RowWindow
+from fxpar.sharding.op_table import each
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.window_dims import each
 from fxpar.sharding.row_moves import Exchange, turn_of
 from fxpar.sharding.shift_messages import exchange_of as exchange_of_moves
 from fxpar.sharding.shift_messages import (
@@ -137,9 +137,7 @@ def copied_rows(
     build: Builder, x: fx.Node, dim: int, start: Size, end: Size
 ) -> fx.Node:
     """Return a contiguous copy of rows ``[start, end)`` of a local tensor."""
-    part = build.call(aten.slice.Tensor, x, dim, start, end)
-    contiguous = torch.contiguous_format
-    return build.call(aten.clone.default, part, memory_format=contiguous)
+    return build.copied(build.call(aten.slice.Tensor, x, dim, start, end))
 
 
 def _repeated(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:

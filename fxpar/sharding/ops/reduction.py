@@ -27,9 +27,16 @@ from torch import fx
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Passage, Rule
-from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
+from fxpar.sharding.op_table import (
+    all_at,
+    at,
+    keeping,
+    make,
+    rows,
+    tensors_of,
+    words_of,
+)
 from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.pointwise import broadcast
 
 aten = torch.ops.aten
 
@@ -104,24 +111,6 @@ def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
     return rule_of_call
 
 
-# Orders of norms that shards combine to without a root -> the reduction.
-_NORM_REDUCTION = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}
-
-
-def norm(
-    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
-) -> Rule:
-    """Return the rule of a vector norm over dims."""
-    reduction = _NORM_REDUCTION.get(2 if order is None else order)
-    dims = all_at(dim, x.ndim)
-    words = words_of(x, () if reduction else dims)
-    reductions = {f"d{i}": reduction for i in dims if reduction and x.shape[i] != 1}
-    result_words = [
-        "_" if i in dims else w for i, w in enumerate(words) if keepdim or i not in dims
-    ]
-    return make([words], [result_words], reductions=reductions)
-
-
 def power_sum(
     x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
 ) -> Rule:
@@ -138,6 +127,16 @@ def along(*, results: int = 1) -> Callable[..., Rule]:
     return rule_of_call
 
 
+def layer_norm(x: torch.Tensor, shape: Sequence[int], *rest: Any) -> Rule:
+    """Return the rule of a norm over the last dims, of ``shape``, with its
+    statistics."""
+    first = x.ndim - len(shape)
+    words = words_of(x, range(first, x.ndim))
+    affine = [words[first:]] * len(tensors_of(rest))
+    statistics = [*words[:first], *["_"] * len(shape)]
+    return make([words, *affine], [words, statistics, statistics])
+
+
 def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
     return _reduced(x, all_at(dim, x.ndim), True, results=2)
 
@@ -149,40 +148,11 @@ def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
     return make([words], [["_" if i == last else w for i, w in enumerate(words)]])
 
 
-def trace(x: torch.Tensor) -> Rule:
-    return make([words_of(x, (0, 1))], [[]])
-
-
 def glu(x: torch.Tensor, dim: int = -1) -> Rule:
     """Return the rule: the dim, whose halves are in different shards, is whole."""
     dim = at(dim, x.ndim)
     words = words_of(x, {dim})
     return make([words], [[*words[:dim], "_", *words[dim + 1 :]]])
-
-
-def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
-    rule = glu(x, dim)
-    return replace(rule, operands=rule.results + rule.operands, results=rule.operands)
-
-
-def loss(place: int) -> Callable[..., Rule]:
-    """Return the rule function of a loss by element, then the mean (1), the sum (2) or
-    nothing (0), as argument ``place`` says; without it the mean."""
-
-    def rule_of_call(*args: Any) -> Rule:
-        return _weighted(args[:place], args[place] if len(args) > place else 1)
-
-    return rule_of_call
-
-
-def _weighted(args: Sequence[Any], reduction: int) -> Rule:
-    rule = broadcast(*args)
-    if reduction == 0:
-        return rule
-    reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
-    even = reduction == 1
-    kinds = tuple(reductions.items())
-    return Rule(rule.operands, ((),), (), rule.whole, kinds, even=even)
 
 
 def linear_cross_entropy(
@@ -308,17 +278,6 @@ def _local_extreme(
     return call.same(x, *args, **settings)
 
 
-def _local_norm(
-    call: LocalCall, x: fx.Node, order: Any = 2, *args: Any, **settings: Any
-):
-    """Return the norm. Of absolute values the largest is at least 0, the smallest at
-    most infinite."""
-    identity = math.inf if order == -math.inf else 0.0
-    return call.same(
-        filled(call, x, _reduced_dims(call), identity), order, *args, **settings
-    )
-
-
 _LARGEST, _SMALLEST = partial(_local_extreme, least), partial(_local_extreme, most)
 
 ROWS = {
@@ -339,8 +298,6 @@ ROWS = {
         along=1,
         facts="by_row",
     ),
-    **rows("nansum count_nonzero.dim_IntList", over(**ADDED)),
-    **rows("count_nonzero", over(**ADDED), facts="of_all"),
     **rows("amax", over(**MAX), reduce="max", local=_LARGEST, along=1, facts="by_row"),
     **rows(
         "amin",
@@ -353,40 +310,28 @@ ROWS = {
     **rows("max", over_all(**MAX), reduce="max", local=_LARGEST, facts="of_all"),
     **rows("min", over_all(**MIN), reduce="min", local=_SMALLEST, facts="of_all"),
     **rows("any any.dim any.dims", truth("max"), reduce="max"),
-    **rows("all all.dim all.dims", truth("min"), reduce="min"),
     **rows("prod", over_all(**PRODUCT), reduce="product"),
     **rows("prod.dim_int", over(**PRODUCT), reduce="product"),
     **rows("median.dim", over(results=2), facts="orders alone"),
     **rows("nanmedian.dim", over(results=2), facts="orders"),
-    **rows("aminmax var_mean.correction std_mean.correction", over(results=2)),
-    **rows("var.correction std.correction hash_tensor", over()),
+    **rows("var_mean.correction", over(results=2)),
+    **rows("var.correction hash_tensor", over()),
     **rows("logsumexp", over(), along=1),
     **rows("median", over_all(), facts="orders alone"),
     **rows("nanmedian", over_all(), facts="orders"),
-    **rows("var.dim std.dim", over(keep=3)),
-    **rows("var_mean.dim std_mean.dim", over(keep=3, results=2)),
-    **rows("var std", over_all()),
-    **rows("var_mean std_mean", over_all(results=2)),
+    **rows("var.dim", over(keep=3)),
+    **rows("var_mean.dim", over(keep=3, results=2)),
+    **rows("var", over_all()),
+    **rows("var_mean", over_all(results=2)),
     **rows("mode", over(-1, results=2), facts="orders"),
-    **rows(
-        "linalg_vector_norm norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.Scalar "
-        "norm.ScalarOpt_dtype",
-        norm,
-        local=_local_norm,
-    ),
     **rows("linalg__powsum", power_sum),
+    # Inductor decomposes these; graphs that are traced without its table have them.
     **rows("_softmax", along(), rows=1, work="exp", along=1, facts="by_row"),
     **rows("_log_softmax", along(), rows=1, work="exp", along=1),
-    **rows("_safe_softmax", along()),
+    **rows("native_layer_norm", layer_norm, empty="fill"),
     **rows("sort sort.stable", along(results=2), places=1, facts="orders alone"),
-    **rows("argsort argsort.stable", along(), facts="orders"),
-    **rows("trace", trace, linear="0"),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
-    **rows("glu_backward", glu_backward, linear="0"),
-    **rows("mse_loss huber_loss smooth_l1_loss", loss(2)),
-    **rows("binary_cross_entropy", loss(3)),
-    **rows("binary_cross_entropy_with_logits", loss(4)),
     **rows(f"torch_nn::{LINEAR_LOSS}", linear_cross_entropy),
     **rows(f"torch_nn::{LINEAR_LOSS}_no_reduction", linear_cross_entropies),
     **rows("prims::sum", over(keep=None, **ADDED), **SUM),

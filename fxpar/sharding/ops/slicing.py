@@ -23,11 +23,16 @@ from torch import fx
 from fxpar._torch.symbols import Inexpressible
 from fxpar.sharding.factors import Reach, RowMoves, RowPiece, RowWindow, Rule
 from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import is_within, part_of, rows_at, trailing
+from fxpar.sharding.ops.local_call import (
+    LocalCall,
+    is_within,
+    part_of,
+    rows_at,
+    trailing,
+)
 from fxpar.sharding.ops.pointwise import broadcast
 from fxpar.sharding.ops.reads import add_halo_rows, window_shape, with_halo_rows
-from fxpar.sharding.ops.views import Shape, moves, transpose
+from fxpar.sharding.ops.views import Shape, moves
 
 aten = torch.ops.aten
 
@@ -203,18 +208,6 @@ def _sliced(
     return moved([x], results, {dim: pieces}) or cut(x, [dim], results=len(rows))
 
 
-def slice_backward(
-    grad: torch.Tensor, shape: Shape, dim: int, start: int, end: int, step: int
-) -> Rule:
-    if _is_full(shape[dim], start, end, step):
-        return broadcast(grad)
-    rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
-    if is_few(rows, shape[dim]):
-        return _placed(grad, shape, dim)
-    pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
-    return moved([grad], [shape], pieces) or _placed(grad, shape, dim)
-
-
 def slice_scatter(
     x: torch.Tensor,
     source: torch.Tensor,
@@ -250,17 +243,8 @@ def select(x: torch.Tensor, dim: int, index: int) -> Rule:
     return _cut_rows(x, dim, 1, drop=True)
 
 
-def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
-    return _placed(grad, shape, dim, added=True)
-
-
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
     return _open(into(x, _placed(source, x.shape, dim, added=True)), x, dim)
-
-
-def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:
-    first = start + x.shape[dim] * (start < 0)
-    return _sliced(x, at(dim, x.ndim), [length], [first])
 
 
 def split(x: torch.Tensor, size: int, dim: int = 0) -> Rule:
@@ -309,11 +293,6 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     return make([words] * len(tensors), [[*words[:dim], "_", *words[dim:]]])
 
 
-def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
-    """Return the rule: which elements stay depends on their position in the matrix."""
-    return keeping(x, {x.ndim - 2, x.ndim - 1})
-
-
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
     """Return the rule of windows of rows, of which a rank has the windows of its own
     rows."""
@@ -356,32 +335,6 @@ def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
 
 def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
     return keeping(x, {at(d, x.ndim) for d in dims})
-
-
-def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
-    """Return the rule; without dims the flat tensor is rolled, which needs it whole."""
-    whole = flip(x, sorted(all_at(dims, x.ndim)))
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or len(set(all_at(dims, x.ndim))) < len(dims):
-        return whole
-    shifts = [shifts] if isinstance(shifts, int) else shifts
-    pieces = {}
-    for dim, by in zip(dims, shifts, strict=True):
-        n = x.shape[dim]
-        back = by % n if n else 0
-        ends = [RowPiece(0, 0, back, n - back), RowPiece(0, 0, n - back, at=back)]
-        pieces[at(dim, x.ndim)] = [piece for piece in ends if piece.count]
-    return moved([x], [tuple(x.shape)], pieces) or whole
-
-
-def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """Return the rule: a half turn is a flip; an odd number of quarters swaps the two
-    dims as well."""
-    turned = flip(x, dims)
-    if k % 2 == 0:
-        return turned
-    swapped = transpose(x, *dims)
-    return replace(swapped, whole=turned.whole)
 
 
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
@@ -538,7 +491,6 @@ ROWS = {
         local=_local_slice,
         facts="sinks by_row",
     ),
-    **moves("slice_backward", slice_backward, shape=1, facts="by_row"),
     **rows(
         "slice_scatter",
         slice_scatter,
@@ -547,7 +499,6 @@ ROWS = {
         facts="moves by_row",
     ),
     **moves("select.int select_copy.int", select, local=_local_select, facts="by_row"),
-    **moves("select_backward", select_backward, shape=1),
     **rows(
         "select_scatter",
         select_scatter,
@@ -555,20 +506,16 @@ ROWS = {
         local=_local_select_scatter,
         facts="moves",
     ),
-    **moves("narrow_copy", narrow),
     **moves("split.Tensor split_copy.Tensor", split, facts="splits by_row"),
     **moves(
-        "split_with_sizes split_with_sizes_copy",
+        "split_with_sizes",
         split_with_sizes,
         facts="splits by_row",
     ),
-    **moves("unsafe_split.Tensor", split),
-    **moves("unsafe_split_with_sizes", split_with_sizes),
-    **moves("unbind.int unbind_copy.int", unbind, local=_local_unbind),
+    **moves("unbind.int", unbind, local=_local_unbind),
     **moves("cat", cat, facts="copies pointwise by_row"),
     **moves("stack _stack", stack),
-    **moves("tril triu", triangle),
-    **moves("unfold unfold_copy", unfold, local=_local_unfold),
+    **moves("unfold", unfold, local=_local_unfold),
     **rows(
         "unfold_backward",
         unfold_backward,
@@ -577,8 +524,6 @@ ROWS = {
         local=_local_unfold_backward,
     ),
     **moves("flip prims::rev", mirror),
-    **moves("roll", roll),
-    **moves("rot90", rot90),
     **moves("repeat", repeat, local=_local_repeat, facts="copies"),
     **moves("prims::cat", cat),
 }

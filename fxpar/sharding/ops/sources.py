@@ -83,39 +83,36 @@ def indexed(place: int) -> Callable[..., Rule]:
     return rule_of_call
 
 
-# A result without dims; one whose dims count.
-_SCALAR, _RANGE, _MATRIX = "->", "-> n!", "-> m! n!"
+# A result without dims; one whose dim counts.
+_SCALAR, _RANGE = "->", "-> n!"
 
 ROWS = {
     **rows(
-        "full zeros ones empty.memory_format empty_permuted empty_strided "
-        "_efficientzerotensor prims::full prims::empty prims::empty_permuted "
-        "prims::empty_strided",
+        "full zeros empty.memory_format empty_strided prims::full prims::empty "
+        "prims::empty_permuted prims::empty_strided",
         filled,
         shape=0,
         constant="filled",
     ),
     **rows(
-        "full_like zeros_like ones_like empty_like prims::full_like",
+        "full_like prims::full_like",
         broadcast,
         constant="filled",
     ),
-    **rows("fill.Scalar prims::fill", broadcast),
+    **rows("prims::fill", broadcast),
     **rows(
-        "new_full new_zeros new_ones new_empty new_empty_strided",
+        "new_empty_strided",
         fresh,
         shape=1,
         constant="filled",
     ),
     **rows("scalar_tensor prims::scalar_tensor", _SCALAR, constant="filled"),
     **rows(
-        "arange arange.start arange.start_step linspace logspace fft_fftfreq "
-        "fft_rfftfreq prims::iota",
+        "arange arange.start arange.start_step fft_fftfreq fft_rfftfreq prims::iota",
         _RANGE,
         constant="counted",
     ),
     **rows("randperm prims::inductor_seeds prims::inductor_rand_eager_offset", _RANGE),
-    **rows("eye eye.m tril_indices triu_indices", _MATRIX, constant="counted"),
     **rows(
         "rand rand.generator randn randn.generator prims::normal prims::uniform",
         drawn(0),

@@ -25,7 +25,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.graph.builder import value_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.op_table import Word, at, keeping, make, rows, words_of
+from fxpar.sharding.op_table import Word, at, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
 
 aten = torch.ops.aten
@@ -294,36 +294,7 @@ def drop_pair(x: torch.Tensor) -> Rule:
     return make([[*words, "two!"]], [words])
 
 
-def pixel_shuffle(x: torch.Tensor, r: int) -> Rule:
-    """Return the rule of blocks of ``r`` by ``r`` channels that become pixels."""
-    return _pixels(x, r, x.shape[-3] // (r * r) if r else 1, x.shape[-2], x.shape[-1])
-
-
-def pixel_unshuffle(x: torch.Tensor, r: int) -> Rule:
-    rule = _pixels(x, r, x.shape[-3], x.shape[-2] // r, x.shape[-1] // r)
-    return replace(rule, operands=rule.results, results=rule.operands)
-
-
-def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
-    batch: list[Word] = [*words_of(x.shape[:-3])]
-    deep: list[Word] = [*batch, ("c", "i!", "j!"), "h", "w"]
-    wide: list[Word] = [*batch, "c", ("h", "i!"), ("w", "j!")]
-    return make([deep], [wide], {"c": c, "h": h, "w": w, "i": r, "j": r})
-
-
-def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
-    """Return the rule: channels change places."""
-    return keeping(x, [1])
-
-
 # Local forms
-
-
-def contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
-    """Return a rank's shard, contiguous in memory."""
-    if x.meta["val"].is_contiguous():
-        return x
-    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _local_reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
@@ -341,7 +312,7 @@ def _local_squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
 def _local_reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     """Return bits read as another type of another width, for which neighbours must be
     adjacent."""
-    return call.same(contiguous(call, x), *args)
+    return call.same(call.build.contiguous(x), *args)
 
 
 def _local_as_strided(
@@ -446,7 +417,7 @@ def _with_global_strides(call: LocalCall, x: fx.Node) -> fx.Node:
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     x = build.call(aten.permute.default, x, order)
-    x = build.call(aten.permute.default, contiguous(call, x), inverse)
+    x = build.call(aten.permute.default, call.build.contiguous(x), inverse)
     if x.meta["val"].stride() != global_x.stride():
         raise PlanError(
             f"{call.node.name} reads a tensor by strides that skip over memory",
@@ -464,7 +435,7 @@ ROWS = {
         facts="reshapes keeps_order by_row renames sinks",
     ),
     **moves(
-        "view_copy _reshape_copy _reshape_alias _reshape_alias_copy",
+        "_reshape_copy _reshape_alias_copy",
         view,
         shape=1,
         local=_local_reshape,
@@ -484,13 +455,11 @@ ROWS = {
         view=False,
         facts="reshapes keeps_order sinks by_row",
     ),
-    **rows(
-        "view.dtype view_copy.dtype", view_dtype, local=_local_reread, facts="moves"
-    ),
-    **moves("permute permute_copy", permute, facts="permutes sinks by_row"),
-    **moves("transpose.int transpose_copy.int", transpose, facts="permutes by_row"),
-    **moves("t t_copy", t, facts="permutes by_row"),
-    **moves("expand expand_copy", expand, shape=1, facts="by_row"),
+    **rows("view.dtype", view_dtype, local=_local_reread, facts="moves"),
+    **moves("permute", permute, facts="permutes sinks by_row"),
+    **moves("transpose.int", transpose, facts="permutes by_row"),
+    **moves("t", t, facts="permutes by_row"),
+    **moves("expand", expand, shape=1, facts="by_row"),
     **moves(
         "squeeze squeeze.dim",
         squeeze,
@@ -506,13 +475,11 @@ ROWS = {
         facts="keeps_order by_row sinks",
     ),
     **moves(
-        "squeeze_copy squeeze_copy.dim squeeze_copy.dims prims::squeeze",
+        "prims::squeeze",
         squeeze,
         local=_local_squeeze,
     ),
-    **moves(
-        "unsqueeze unsqueeze_copy", unsqueeze, along=1, facts="keeps_order sinks by_row"
-    ),
+    **moves("unsqueeze", unsqueeze, along=1, facts="keeps_order sinks by_row"),
     **moves(
         "as_strided as_strided_copy prims::as_strided",
         as_strided,
@@ -536,9 +503,6 @@ ROWS = {
         local=_local_reread,
         facts="moves",
     ),
-    **moves("pixel_shuffle", pixel_shuffle, empty="fill"),
-    **moves("pixel_unshuffle", pixel_unshuffle, empty="fill"),
-    **moves("native_channel_shuffle", channel_shuffle),
     **moves("prims::broadcast_in_dim", broadcast_in_dim, shape=1),
     **moves(
         "prims::reshape",

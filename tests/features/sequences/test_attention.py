@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.errors import ScheduleError
+from fxpar.errors import PlanError, ScheduleError
 from fxpar.features.sequences import (
     causal_attention,
     local_attention,
@@ -18,6 +18,8 @@ from fxpar.features.sequences import (
 )
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.sharding.cost.recompute import phases
+from fxpar.sharding.ops import LOCAL, row_of
+from fxpar.sharding.ops.local_call import form_of_feature
 
 ours = torch.ops.fxpar
 
@@ -131,6 +133,18 @@ def test_a_forgotten_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(causal, *args)
     with pytest.raises(AssertionError):
         matches(plan, *args)
+
+
+def test_without_the_feature_a_split_causal_mask_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for op, form in list(LOCAL.items()):
+        row = row_of(op)
+        if row is not None and row.local is not form:
+            assert row.local is form_of_feature, op
+            monkeypatch.setitem(LOCAL, op, row.local)
+    with pytest.raises(PlanError, match="attention.* a feature of fxpar adds it"):
+        planned(causal, *tensors())
 
 
 @pytest.mark.parametrize("fn", [causal, full])

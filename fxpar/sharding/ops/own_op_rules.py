@@ -54,7 +54,6 @@ from fxpar.sharding.ops import reads
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.pointwise import broadcast
 from fxpar.sharding.ops.slicing import moved, resized
-from fxpar.sharding.ops.views import contiguous
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -346,9 +345,7 @@ def _local_shift(
     axes, size = call.operands[0].dims[dim], x.meta["val"].shape[dim]
     shifted = reads.rows(call, x, axes, dim, by, by + size, fill)
     if shifted is x:
-        return call.build.call(
-            aten.clone.default, x, memory_format=torch.contiguous_format
-        )
+        return call.build.copied(x)
     return shifted
 
 
@@ -394,7 +391,7 @@ def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx
     if not missing:
         return whole
     cut = build.call(aten.slice.Tensor, whole, dim, 0, shape[dim] - missing)
-    return contiguous(call, cut)
+    return call.build.contiguous(cut)
 
 
 def _local_dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
@@ -452,6 +449,11 @@ def _local_axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
     place = call.build.offset((axis,), 1)
     return call.build.call(aten.full.default, [], place, dtype=torch.int64)
 
+
+_EDGE: dict[str, Any] = {
+    "local": lambda call, x, *_: call.build.contiguous(x),
+    "facts": "replaced",
+}
 
 ROWS = {
     # Made by passes after planning.
@@ -512,12 +514,8 @@ ROWS = {
         local=_local_interleave,
         facts="replaced copies moves",
     ),
-    **rows(
-        "fxpar::enter_region", partial(_edge, False), local=contiguous, facts="replaced"
-    ),
-    **rows(
-        "fxpar::leave_region", partial(_edge, True), local=contiguous, facts="replaced"
-    ),
+    **rows("fxpar::enter_region", partial(_edge, False), **_EDGE),
+    **rows("fxpar::leave_region", partial(_edge, True), **_EDGE),
     **rows("fxpar::collective", _collective, local=_local_collective, facts="replaced"),
     **rows("fxpar::axis_index", "->", local=_local_axis_index, facts="replaced"),
 }

@@ -1,10 +1,12 @@
-"""Splits interpolation that weighs all rows an output row covers (``antialias=True``).
+"""Splits resampling of images: interpolation, and lookups by grids.
 
-Output row i is a weighted sum of rows around ``scale * (i + 1 / 2)``, as many as a
-filter covers, which grows with the scale. Where a dim is split a rank reads the rows
-that its output rows cover (``Rule.windows``) and sums them with the op's own weights,
-or adds the gradients of its output rows to them; the other dim is resampled in the same
-way, as the op is wrong on the CPU for shards of one column.
+Rows and columns are whole, except where interpolation weighs all rows that an output
+row covers (``antialias=True``). There output row i is a weighted sum of rows around
+``scale * (i + 1 / 2)``, as many as a filter covers, which grows with the scale. Where a
+dim is split a rank reads the rows that its output rows cover (``Rule.windows``) and
+sums them with the op's own weights, or adds the gradients of its output rows to them;
+the other dim is resampled in the same way, as the op is wrong on the CPU for shards of
+one column.
 In: calls of these ops. Out: their rules and local forms.
 Never: splits rows of integers, or sizes that are open.
 """
@@ -24,9 +26,9 @@ from torch import fx
 
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
-from fxpar.sharding.op_table import Row, names, rows, text
-from fxpar.sharding.ops.local_call import LocalCall
-from fxpar.sharding.ops.own_rows import added_at, rows_at, trailing
+from fxpar.sharding.op_table import Row, by_rank, names, rows, text
+from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at, trailing
+from fxpar.sharding.ops.pools import spatial
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
     axes_of,
@@ -129,7 +131,7 @@ def _can_split(x: torch.Tensor, sizes: Sequence[int]) -> bool:
 def _forward(kind: str, x: torch.Tensor, size: Sequence[int], *how: Any) -> Rule | str:
     rows = x.shape[-2:]
     if not _can_split(x, [*rows, *size]):
-        return _whole(kind, x)
+        return _whole(x)
     return _rule(both_dims(kind, rows, size, *how), x.dim() - 2, 0, 1)
 
 
@@ -138,15 +140,33 @@ def _backward(
 ) -> Rule | str:
     rows = shape[-2:]
     if not _can_split(grad, [*rows, *size]):
-        return _whole(kind, grad)
+        return _whole(grad)
     return _rule(both_dims(kind, rows, size, *how), grad.dim() - 2, 1, 0)
 
 
-def _whole(kind: str, x: torch.Tensor, *_: Any) -> str:
-    """Return the rule that keeps rows and columns whole; also for sizes given by
-    factors, which no traced graph has."""
+def _whole(x: torch.Tensor) -> str:
+    """Return the rule that keeps rows and columns whole."""
     words = [*names(x.dim() - 2), "_", "_"]
     return text(words, results=[words])
+
+
+def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    return text(
+        ["n", "c", *["_"] * k], ["n", *places, "_"], results=[["n", "c", *places]]
+    )
+
+
+def _grid_sampler_backward(
+    grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any
+) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    image, at = ["n", "c", *["_"] * k], ["n", *places, "_"]
+    # The gradient of the grid is always computed.
+    results = [image, at] if args[3][0] else [at]
+    return text(["n", "c", *places], image, at, results=results)
 
 
 # Local forms
@@ -313,10 +333,23 @@ def _local_resampled_backward(
     return build.cast(add_halo_rows(call, x, 1), dtype)
 
 
-ROWS: dict[Any, Row] = {}
+ROWS: dict[Any, Row] = {
+    **rows("grid_sampler_3d", _grid_sampler, linear="0"),
+    **rows(
+        "grid_sampler_2d_backward grid_sampler_3d_backward",
+        _grid_sampler_backward,
+        linear="0",
+    ),
+}
+for _pattern, _rank in (
+    ("upsample_bilinear{}d", 2),
+    ("upsample_bicubic{}d", 2),
+    ("upsample_trilinear{}d", 3),
+):
+    ROWS |= by_rank(_pattern, [_rank], spatial, linear="0")
+    ROWS |= by_rank(_pattern + "_backward", [_rank], spatial, linear="0", shape=2)
 for _kind in COVERED:
     _op, _form = f"_upsample_{_kind}2d_aa", partial(_local_resampled, _kind)
     ROWS |= rows(_op, partial(_forward, _kind), linear="0", local=_form)
-    ROWS |= rows(f"{_op}.vec", partial(_whole, _kind), linear="0")
     _form = partial(_local_resampled_backward, _kind)
     ROWS |= rows(f"{_op}_backward", partial(_backward, _kind), linear="0", local=_form)
