@@ -49,7 +49,6 @@ PASSES = (
     "share_exchanges",
     "keep_sorted",
     "exact_exchanges",
-    "mark_first_rows",
     "pair_reductions",
     "schedule",
     "sink_waits",
@@ -63,7 +62,6 @@ PASSES = (
     "delay",
     "outline_layers",
     "copy_together",
-    "compute_first_rows",
 )
 
 

@@ -9,7 +9,6 @@ it out.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,25 +36,6 @@ def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
     size: torch.SymInt = env.create_symintnode(symbol, hint=hint, source=source)
     return size
-
-
-def has_symbolic_sizes(mode: Any) -> bool:
-    """Return whether a fake mode has sizes that depend on data."""
-    return mode is not None and mode.shape_env is not None
-
-
-def let_depend_on_data(number: torch.fx.Node, mode: Any, most: int) -> None:
-    """Give a node that reads a number of a tensor a new size, of up to ``most``.
-    Inductor, which computes fake values again, may do so from then on."""
-    from torch.fx.experimental import symbolic_shapes
-
-    env = mode.shape_env
-    env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
-    size = env.create_unbacked_symint()
-    symbolic_shapes._constrain_range_for_size(size, min=0, max=most)
-    number.meta["val"] = size
-    bindings = symbolic_shapes.compute_unbacked_bindings(env, size)
-    number.meta["unbacked_bindings"] = bindings
 
 
 def is_open(x: Any) -> bool:

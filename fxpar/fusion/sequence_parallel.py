@@ -209,7 +209,8 @@ def candidates(
     not). Cuts along different dims may share reductions."""
     prices = _prices(mesh, axes, hardware)
     regions = rows_of(graph, mesh, axes, varying(graph))
-    cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
+    cuts = [(cut(rows, prices), rows) for rows in regions]
+    cuts.sort(key=lambda pair: -pair[0].saved)
     paying = [one for one, _ in cuts if one.starts and one.sliced]
     # A cut that splits every all-reduce may be slower by the sum of seconds and faster
     # in a step: more can overlap with its gathers.
@@ -231,10 +232,6 @@ def candidates(
                 f"communication"
             )
     return paying, near_misses
-
-
-def _saved(pair: tuple[SliceCut, Rows]) -> float:
-    return -pair[0].saved
 
 
 def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:

@@ -26,7 +26,7 @@ MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 def cut_in_time(program: Program) -> BatchCut | None:
     """Return the factors and dims that follow the batch; None if the batch cannot be
     cut."""
-    program = replace(program, signature=_whole(program))
+    program = whole_in_time(program)
     batch = batch_inputs(program)
     if not batch:
         return None
@@ -58,8 +58,8 @@ def _split(spec: Spec) -> frozenset[int]:
     return frozenset(d for d, axes in enumerate(spec.dims) if axes)
 
 
-def _whole(program: Program) -> Signature:
-    """Return the signature with each input and output whole in time."""
+def whole_in_time(program: Program) -> Program:
+    """Return the program with each input and output whole."""
 
     def whole(v: int | None) -> Spec | None:
         return None if v is None else Spec.whole(len(program.values[v].shape))
@@ -73,4 +73,5 @@ def _whole(program: Program) -> Signature:
         replace(end, at_rest=whole(v), layout="whole")
         for end, v in zip(signature.outputs, program.outputs, strict=True)
     )
-    return Signature(tuple(inputs), tuple(outputs), signature.tangents)
+    signature = Signature(tuple(inputs), tuple(outputs), signature.tangents)
+    return replace(program, signature=signature)

@@ -9,7 +9,7 @@ Never: looks at graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ from fxpar.sharding.propagate.at_rest import (
     lie_as_read,
     settle_at_rest,
 )
-from fxpar.sharding.propagate.expert_rows import seed_rows
 from fxpar.sharding.propagate.gather_early import (
     gather_before_growth,
     gather_before_views,
@@ -71,6 +70,10 @@ _WIDE, _POOR = 0.005, 0.05
 # the program, the mesh and the hints alone, not on the local device. Ties compare
 # compute with links, all equally fast: the links of this hardware and of ``Link()``.
 UNNAMED = "h100"
+
+# Op -> (propagation in which the batch has its axes, these axes, mesh with links,
+# hardware), adds seeds for such ops: what features add.
+SEEDING: dict[str, Callable[[Propagation, Axes, Mesh, Hardware], None]] = {}
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,9 @@ def decide(
         seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
         _seed_all(engine, seeds + _output_seeds(program, mesh), axes, notes)
-        seed_rows(engine, tuple(a for a in axes if mesh.sizes[a] > 1), priced, on)
+        split = tuple(a for a in axes if mesh.sizes[a] > 1)
+        for target in {str(op.target) for op in program.ops} & SEEDING.keys():
+            SEEDING[target](engine, split, priced, on)
     settle_at_rest(engine)
     state = engine.state
     strategies = choose(program, state, priced, on)

@@ -242,6 +242,11 @@ class Rule:
         return {axis: factor for factor, axes in self.pinned for axis in axes}
 
     @cached_property
+    def sends(self) -> bool:
+        """Return whether ranks may send messages inside the op."""
+        return bool(self.moves or self.windows or self.gathered or self.pinned)
+
+    @cached_property
     def moved(self) -> frozenset[str]:
         """Return the factors whose rows ranks exchange."""
         dims = {moves.dim for moves in self.moves}

@@ -1,11 +1,9 @@
-"""Chooses the mesh to plan on: the axes that are needed in parts, and the shares of
-ranks.
+"""Chooses the mesh to plan on: the axes that are needed in parts.
 
 ``refine`` returns the request's mesh, or one refined (``Mesh.refined``) by the parts
 that hints, specs and code name, by those that attention needs (two key-value heads on
 tp=4 are split over tp:(1)2, with a copy on each rank along tp:(2)2), and, without a
-search, by those that views of a split dim need. ``by_speed`` gives unequal ranks shares
-of the batch by their speed.
+search, by those that views of a split dim need.
 In: a Program and the Request it is planned for. Out: a mesh.
 Never: changes a mesh of which nothing needs parts, so that plans stay the same.
 """
@@ -24,7 +22,6 @@ from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
 from fxpar.sharding.decide import decide_on
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, is_view, user_line
 from fxpar.sharding.propagate.conventions import (
@@ -128,60 +125,6 @@ def rounded(mesh: Mesh, axes: Sequence[str], rows: int) -> Mesh:
         if min(sizes) > 0:
             mesh = mesh.with_shares({axis: tuple(map(float, sizes))})
     return mesh
-
-
-def by_speed(
-    request: Request, rows: int, *, regions: bool
-) -> tuple[Mesh, tuple[str, ...]]:
-    """Return the mesh, and the axes whose shares are open. Unequal ranks get shares by
-    their speeds along axes of the batch (of ``rows``) that have no shares; with a saved
-    plan the mesh has the plan's shares.
-
-    Shards stay equal along axes that split parameters at rest; and all shards stay
-    equal in programs that are cut equally on all ranks: by manual regions
-    (``regions``), by microbatches and by schedules given by name. Raises MeshError
-    where the user gave shares along such axes.
-    """
-    mesh, mode = request.mesh, request.mode
-    if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
-        mesh = replace(mesh, shares=mode.mesh.unrefined.shares)
-    shares_by_axis = dict(zip(mesh.names, mesh.shares, strict=True))
-    fixed = _equally_cut_axes(request, regions=regions)
-    for axis, why in fixed.items():
-        if mesh.weights_of(axis):
-            raise MeshError(
-                f"mesh {mesh} has unequal shares along {axis}, and {why} are equal",
-                fix="leave out the shares",
-            )
-    if isinstance(mode, Plan):
-        return mesh, ()
-    open_ = [a for a in mesh.unlike if shares_by_axis[a] is None and a not in fixed]
-    batch_axes_open = [axis for axis in open_ if axis in batch_axes(mesh)]
-    shares = {axis: mesh.speeds_of(axis) for axis in batch_axes_open}
-    return rounded(mesh.with_shares(shares), batch_axes_open, rows), tuple(open_)
-
-
-def _equally_cut_axes(request: Request, *, regions: bool) -> dict[str, str]:
-    """Return axis -> the name of the parts that must be equal on all ranks along it."""
-    cutters = {
-        "the shards of manual regions": regions,
-        "microbatches": request.microbatches not in (None, 1),
-        "the shards that a schedule rewrites": request.options.schedule
-        not in ("auto", "none"),
-    }
-    for why, holds in cutters.items():
-        if holds:
-            return dict.fromkeys(request.mesh.unrefined.names, why)
-    # Specs that ``fxpar.plan`` gets for its arguments describe the wanted plan.
-    is_run = request.rank is not None
-    return {
-        axis_of(axis): f"the shards of {end.name} at rest"
-        for end in request.signature.inputs
-        if end.is_sharded
-        and end.at_rest is not None
-        and (is_run or end.kind != "input")
-        for axis in end.at_rest.sharded_axes
-    }
 
 
 def _named_axes(

@@ -20,7 +20,6 @@ from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
 from fxpar.features.experts import (
     exact_exchange,
     expert_ops,
-    first_rows,
     local_experts,
 )
 from fxpar.features.stages import rows_of_parts
@@ -164,6 +163,37 @@ def test_tokens_that_the_axis_does_not_divide(program: Any) -> None:
     plan = planned(program, args, "dp=2")
     compare(plan, args, PROGRAMS[program])
     assert plan.inputs[0].dims[0] == ("dp",)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "exact", *slow("all_to_all")])
+def test_a_bias_by_expert_is_not_sent(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads its own experts' rows of it; its gradient is summed over ``dp``."""
+    monkeypatch.setenv("FXPAR_EXPERT_EXCHANGE", exchange)
+    if exchange == "all_to_all":
+        monkeypatch.setenv("FXPAR_EXPERT_ROOM", "4")
+
+    def program(x: Any, scores: Any, up: Any, down: Any, *bias: Any) -> torch.Tensor:
+        ids, weights = chosen(scores)
+        key, order = torch.sort(ids)
+        ends = ends_of(key, up.shape[0])
+        rows = grouped(x[order // 2], up, ends)
+        for each in bias:
+            rows = rows + each[key]
+        rows = grouped(torch.relu(rows), down, ends) * weights[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, rows)
+
+    bias = torch.randn(EXPERTS, 12, dtype=torch.float64, requires_grad=True)
+    sent = []
+    for more in ([], [bias]):
+        args = [*arguments(), *more]
+        plan = planned(program, args, "dp=2,ep=2")
+        got, want = plan.simulate(*args), plan.reference(*args)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+        sent.append(Counter((c.kind, c.axes, c.bytes) for c in plan.collectives))
+    assert [x[:2] for x in sent[1] - sent[0]] == [("all_reduce", ("dp",))]
+    assert not sent[0] - sent[1]
 
 
 def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -553,20 +583,6 @@ def test_gradients_lie_as_weights_do() -> None:
         assert all(r.meta["val"].is_contiguous() for r in results[-2:])
         got, want = plan.simulate(*args), plan.reference(*args)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("exchange", ["exact", *slow("gather")])
-def test_rows_behind_the_last_are_not_computed(exchange: str) -> None:
-    """What is made between products is; what is read by place is not."""
-    graph = exchanged(mixture, arguments(), "ep=2", expert_exchange=exchange)
-    nodes = list(graph.result.local.nodes)  # type: ignore[union-attr]
-    marked = {n for n in nodes if first_rows.is_of_first_rows(n)}
-    products = [n for n in nodes if str(n.target) == "fxpar.grouped_mm.default"]
-    between = [n for n in nodes if n.target is torch.ops.aten.sigmoid.default]
-    assert between and marked.issuperset(between)
-    assert {n in marked for n in products} == (
-        {True} if exchange == "exact" else {True, False}
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ change to a graph without such products.
 
 from __future__ import annotations
 
-from fxpar.features.feature import Feature, has, steps_of
+from fxpar.features.feature import Feature, has, later, steps_of
+from fxpar.sharding.decide import SEEDING
+from fxpar.sharding.propagate.conventions import EXPERT_MM
 
 _step = steps_of(f"{__name__}.expert_steps")
 _is_traced = has(
@@ -26,10 +28,10 @@ FEATURE = Feature(
             _step("sort_by_expert", _is_unsorted, optional=False),
             _step("keep_sorted", _is_local),
             _step("exact_exchanges", has("fxpar.dispatch_slots")),
-            _step("mark_first_rows", _is_local),
         ],
-        "copy_together": [_step("compute_first_rows", _is_local)],
     },
     ops=[f"{__name__}.expert_ops"],
     choices=(_is_traced, f"{__name__}.expert_axes"),
 )
+
+SEEDING[EXPERT_MM] = later(f"{__name__}.expert_rows", "seed_rows")

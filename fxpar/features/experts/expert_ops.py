@@ -209,19 +209,6 @@ def _(x, y, offs, rows):
     return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
 
 
-@torch.library.custom_op("fxpar::with_room", mutates_args=())
-def with_room(x: torch.Tensor, room: int) -> torch.Tensor:
-    """Return ``room`` rows that begin with those of ``x``; the rest are not written."""
-    out = x.new_empty(room, *x.shape[1:])
-    out[: x.shape[0]] = x
-    return out
-
-
-@with_room.register_fake
-def _(x, room):
-    return x.new_empty(room, *x.shape[1:])
-
-
 @torch.library.custom_op("fxpar::within", mutates_args=())
 def within(
     x: torch.Tensor, most: torch.Tensor, room: int, where: str, axes: str = ""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,13 +32,17 @@ aten = torch.ops.aten
 
 
 class GroupCopies:
-    """Copies rows for groups of experts. ``key``: the expert of each row."""
+    """Copies rows for groups of experts. ``key``: the expert of each row; ``room``: as
+    in ``expert_ops``."""
 
     # Whether rows stay where their tokens are until a product reads them.
     sends = False
 
-    def __init__(self, build: Builder, key: fx.Node, experts: int, groups: int) -> None:
+    def __init__(
+        self, build: Builder, key: fx.Node, experts: int, groups: int, room: float
+    ) -> None:
         self.build, self.key = build, key
+        self.options = (groups, room if groups > 1 else 0.0)
         self.experts, self.groups = experts, groups
         self.rows, self.device = shape_of(key)[0], key.meta["val"].device
         # Rows of all groups, and the experts of rows that a product takes.
@@ -135,28 +138,8 @@ def expanded(
 ours = torch.ops.fxpar
 
 
-@dataclass(frozen=True)
-class SentRows:
-    """Says how rows are sent to groups of experts."""
-
-    # Parts of the rows that are sent separately.
-    sources: int
-    # Slots without a row are not sent (``exact_exchanges``).
-    exact: bool
-    # Manual axes whose ranks exchange rows that each has of its own; none: rows are on
-    # the ranks of all groups.
-    across: Axes = ()
-    # Axes whose ranks exchange their counts of rows, if not the axes that split the
-    # rows.
-    telling: Axes = ()
-    # Rows of a part that each group has room for at an even share; 0: as many as a part
-    # has.
-    rows: int = 0
-
-
 class DispatchedRows:
-    """Puts rows in slots for groups of experts. ``key``: the expert of each row;
-    ``share``: as in ``expert_ops.room_of``."""
+    """Puts rows in slots for groups of experts."""
 
     sends = True
 
@@ -166,22 +149,37 @@ class DispatchedRows:
         key: fx.Node,
         experts: int,
         groups: int,
-        sent: SentRows,
+        sources: int,
+        *,
         share: float,
+        exact: bool,
+        across: Axes = (),
+        telling: Axes = (),
+        rows: int = 0,
     ) -> None:
+        """``key``: the expert of each row; ``sources``: parts of the rows that are sent
+        separately; ``share``: as in ``expert_ops.room_of``; ``exact``: slots without a
+        row are not sent (``exact_exchanges``). ``across``: manual axes whose ranks
+        exchange rows that each has of its own; none: rows are on the ranks of all
+        groups. ``telling``: axes whose ranks exchange their counts of rows, if not
+        those that split the rows. ``rows``: of a part that all groups have room for at
+        an even share; 0: as many as a part has."""
         self.build, call = build, build.call
-        self.across = "+".join(sent.across)
-        count, sources = shape_of(key)[0], sent.sources
-        room = room_of(sent.rows * sources or count, groups, sources, share)
-        sizes = experts, groups, sources, room, sent.exact
+        self.across, share = "+".join(across), 0.0 if exact else share
+        room = room_of(rows * sources or shape_of(key)[0], groups, sources, share)
+        sizes = experts, groups, sources, room, exact
         slots = call(ours.dispatch_slots.default, key, *sizes)
-        rows, self.slots, most = (call(operator.getitem, slots, i) for i in range(3))
-        where = user_line(key) or ""
-        self.slot_rows = rows
-        if not sent.exact and (share or not sent.across):
-            telling = ("+".join(sent.telling),) if sent.telling else ()
-            within = ours.within.default
-            self.slot_rows = call(within, rows, most, room, where, *telling)
+        rows_of_slots, self.slots, most = (
+            call(operator.getitem, slots, i) for i in range(3)
+        )
+        self.slot_rows = rows_of_slots
+        if not exact and (share or not across):
+            where, axes = user_line(key) or "", ("+".join(telling),) if telling else ()
+            self.slot_rows = call(
+                ours.within.default, rows_of_slots, most, room, where, *axes
+            )
+        # What products take: groups that a rank has, and the room for rows.
+        self.options = (1 if across else groups, share or float(groups))
         self.shape = [groups, sources, room]
         # Rows of all groups, and the experts of rows that a product takes.
         self.count = groups * sources * room

@@ -17,7 +17,7 @@ here, the graph stays as it is, and a note says why.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +25,22 @@ import torch
 from torch import fx
 
 from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.features.experts.expert_axes import SORTS, products_by
+from fxpar.features.experts.expert_axes import SORTS
 from fxpar.features.experts.group_rows import (
     DispatchedRows,
     GroupCopies,
-    SentRows,
     expanded,
 )
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.passes.row_wise import call_of, row_call
-from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+
+# Kernels of grouped products take rows of 16 bytes.
+_WIDTH = 8
 
 # Ops that add up rows in any order.
 _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
@@ -62,83 +63,22 @@ class _SortedRows:
     per_group: fx.Node | None = None
 
 
-@dataclass(frozen=True)
-class Across:
-    """Says how rows are sent to experts that are sharded over manual axes."""
-
-    # How rows are sent to each group of experts.
-    sent: SentRows
-    # How many groups there are.
-    groups: int
-    # Rows of a rank that each group has room for, in multiples of its even share; 0:
-    # for all.
-    share: float
-    # Means of the gradients of weights, which are sums over the rows of all groups.
-    means: Sequence[fx.Node]
-
-
-@dataclass(frozen=True)
-class ExpertWays:
-    """Says how rows come to experts on a mesh."""
-
-    # Into how many groups a number of experts is split.
-    groups: Callable[[int], int]
-    # The option ``room`` of products (``expert_ops``).
-    room: float = 0.0
-    # (key, rows of a token, bytes of a token, groups) -> how rows are sent to groups;
-    # None: tokens are gathered.
-    sent: Callable[[fx.Node, int, int, int], SentRows | None] = lambda *_: None
-    # (products -> experts of each, key) -> how rows are sent to experts sharded over
-    # manual axes, in how many groups, and the means of their gradients; None: each rank
-    # has all experts of its mixture.
-    across: Callable[[dict[fx.Node, int], fx.Node], Across | None] = lambda *_: None
-
-
-def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
-    """Rewrite a graph in place; return notes on what is left as it is."""
-    notes = []
-    for node in list(graph.nodes):
-        if node.target in SORTS and len(shape_of(node.args[0])) == 1:
-            products = products_by(node)
-            if products:
-                mixture = _Mixture(rewriter, node, products, ways)
-                mixture.read(list(graph.nodes))
-                notes += mixture.write(graph)
-    graph.eliminate_dead_code()
-    return notes
-
-
-class _Mixture:
-    """Holds the rows that one sort puts in order, and what is computed from them."""
+class Mixture:
+    """Holds the rows that one sort puts in order, and what is computed from them.
+    ``products``: grouped products of these rows -> how many experts each has;
+    ``copies``: brings the rows to groups of experts."""
 
     def __init__(
         self,
         build: Builder,
         sort: fx.Node,
-        products: dict[fx.Node, int],
-        ways: ExpertWays,
+        products: Mapping[fx.Node, int],
+        copies: GroupCopies | DispatchedRows,
     ) -> None:
-        self.build, self.sort, self.products = build, sort, products
+        self.build, self.sort = build, sort
+        self.products, self.copies = products, copies
         self.key: Any = sort.args[0]
-        self.rows = shape_of(self.key)[0]
-        self.experts = max(products.values())
-        self.groups = ways.groups(self.experts)
-        self.room = ways.room if self.groups > 1 else 0.0
-        self.copies: GroupCopies | DispatchedRows
-        self.across = ways.across(products, self.key)
-        sent, groups, share = self._sent(ways), self.groups, self.room
-        if self.across is not None:
-            across, self.groups = self.across, 1  # the experts of a rank
-            sent, groups, share = across.sent, across.groups, across.share
-        if sent is not None:
-            share = 0.0 if sent.exact else share
-            with build.before(sort):
-                self.copies = DispatchedRows(
-                    build, self.key, self.experts, groups, sent, share
-                )
-            self.room = share or float(groups)
-        else:
-            self.copies = GroupCopies(build, self.key, self.experts, self.groups)
+        self.rows, self.experts = shape_of(self.key)[0], max(products.values())
         # Values in order of experts; and results of calls that give several.
         self.values: dict[fx.Node, _SortedRows] = {}
         self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
@@ -148,16 +88,6 @@ class _Mixture:
         self.inverse: set[fx.Node] = set()
         # Values that are not in order any more -> the same, computed in place.
         self.replacements: dict[fx.Node, fx.Node] = {}
-
-    def _sent(self, ways: ExpertWays) -> SentRows | None:
-        """Return how rows are sent to experts; None if tokens are gathered."""
-        if self.groups == 1 or not isinstance(self.rows, int):
-            return None
-        chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
-        copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
-        tokens = next(iter(self.products)).args[0].meta["val"]
-        nbytes = tokens.shape[-1] * tokens.dtype.itemsize
-        return ways.sent(self.key, copies, nbytes, self.groups)
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Compute in place what the nodes compute in order."""
@@ -175,8 +105,8 @@ class _Mixture:
                     self._read(node)
 
     def _read(self, node: fx.Node) -> None:
-        read = _Mixture._product if node in self.products else _READS.get(node.target)
-        value = (read or _Mixture._by_row)(self, node)
+        read = Mixture._product if node in self.products else _READS.get(node.target)
+        value = (read or Mixture._by_row)(self, node)
         if isinstance(value, _SortedRows):
             self.values[node] = value
         elif isinstance(value, fx.Node):
@@ -207,6 +137,10 @@ class _Mixture:
         if lookup is None or x in self.values:
             return None
         row_index, divisor = lookup
+        if self._is_by_expert(x, row_index):
+            mm, weight = torch.ops.fxpar.expert_mm.default, self._wide(x)
+            args = self._ones(x), weight, self.copies.ids, *self.copies.options
+            return _SortedRows(0, per_group=self.build.call(mm, *args))
         tokens, *features = shape_of(x)
         if divisor is None or tokens * divisor != self.rows:
             x = self.build.call(aten.index.Tensor, x, [row_index])
@@ -218,6 +152,29 @@ class _Mixture:
             x = self.build.call(aten.unsqueeze.default, x, 1)
         full = [tokens, divisor] if divisor > 1 else [self.rows]
         return _SortedRows(0, plain=expanded(self.build, x, full, features, 1))
+
+    # A row of each expert that is looked up, such as a bias, is multiplied with ones by
+    # expert: nothing is sent, since a rank reads rows of its own experts alone. It is
+    # one of ``_WIDTH`` rows, as kernels want it; the others are zero.
+
+    def _is_by_expert(self, x: fx.Node, index: fx.Node) -> bool:
+        """Return whether rows of ``x`` are looked up by expert, in groups of these."""
+        (groups, _), shape = self.copies.options, shape_of(x)
+        of_experts = len(shape) == 2 and shape[0] == self.experts
+        floats = of_experts and x.meta["val"].dtype.is_floating_point
+        has_count = index is self.key and isinstance(self.copies.count, int)
+        return groups > 1 and floats and has_count
+
+    def _wide(self, x: fx.Node) -> fx.Node:
+        """Return [experts, n] as weights [experts, width, n]."""
+        rows = self.build.call(aten.unsqueeze.default, x, 1)
+        return self.build.pad(rows, (0, _WIDTH - 1, 0))
+
+    def _ones(self, like: fx.Node) -> fx.Node:
+        """Return ones, [rows of all groups, width]."""
+        value, shape = like.meta["val"], [self.copies.count, _WIDTH]
+        options = {"dtype": value.dtype, "device": value.device}
+        return self.build.call(aten.full.default, shape, 1, **options)
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """Return a value in order, as rows for each group along its dim."""
@@ -279,11 +236,16 @@ class _Mixture:
         lookup, rows = self._number(index), self.values.get(values)
         if lookup is None or rows is None or rows.dim != 0 or x in self.values:
             return None
-        summands, call = self._in_place(rows), self.build.call
+        (row_index, divisor), call, shape = lookup, self.build.call, shape_of(x)
+        each = self._each(values) if self._is_by_expert(x, row_index) else None
+        if each is not None:
+            outer, sizes = torch.ops.fxpar.expert_outer.default, self.copies.options
+            args = self._ones(x), each, self.copies.ids, self.experts, *sizes
+            sums = call(aten.select.int, call(outer, *args), 1, 0)
+            return sums if is_zeros(x) else call(aten.add.Tensor, x, sums)
+        summands = self._in_place(rows)
         if summands is None:
             return None
-        row_index, divisor = lookup
-        shape = shape_of(x)
         if divisor is None or shape[0] * divisor != self.rows:
             return call(aten.index_put.default, x, [row_index], summands, True)
         if divisor > 1:
@@ -294,11 +256,7 @@ class _Mixture:
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
-        call, key, options = (
-            self.build.call,
-            self.copies.ids,
-            (self.groups, self.room),
-        )
+        call, key, options = self.build.call, self.copies.ids, self.copies.options
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
         if self.products[node] != self.experts:
             return None
@@ -408,7 +366,7 @@ class _Mixture:
             if divided is not None and divisor > 0:
                 self.numbers[quotient] = divided * divisor
 
-    def write(self, graph: fx.Graph) -> list[str]:
+    def write(self, graph: fx.Graph) -> list[str] | None:
         """Replace values in order by the values computed in place, if nothing is left
         that needs the order; else return a note of the op that does."""
         live = set[fx.Node]()
@@ -431,18 +389,7 @@ class _Mixture:
             return [_reader_note(readers[0])] if readers else []
         for node, replacement in self.replacements.items():
             node.replace_all_uses_with(replacement)
-        if self.across is not None:
-            self._divide_gradients(self.across)
-        return []
-
-    def _divide_gradients(self, across: Across) -> None:
-        """Divide the summed gradients by the number of groups before the mean over
-        ranks."""
-        for mean in across.means:
-            with self.build.before(mean):
-                total, share = mean.args[0], 1 / across.groups
-                part = self.build.call(aten.mul.Tensor, total, share)
-                mean.update_arg(0, part)
+        return None
 
 
 def _reader_note(reader: fx.Node) -> str:
@@ -456,15 +403,15 @@ def _reader_note(reader: fx.Node) -> str:
 
 
 # How a call is rewritten that reads in another way than row by row.
-_READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
-    operator.getitem: _Mixture._item_of,
-    aten.index.Tensor: _Mixture._index,
-    aten._unsafe_index.Tensor: _Mixture._index,
-    aten.index_put.default: _Mixture._put,
-    aten._unsafe_index_put.default: _Mixture._put,
-    aten.index_add.default: _Mixture._add,
-    **dict.fromkeys(SORTS, _Mixture._inverse_sort),
-    **dict.fromkeys(_SUMS, _Mixture._sum),
+_READS: dict[Any, Callable[[Mixture, fx.Node], Any]] = {
+    operator.getitem: Mixture._item_of,
+    aten.index.Tensor: Mixture._index,
+    aten._unsafe_index.Tensor: Mixture._index,
+    aten.index_put.default: Mixture._put,
+    aten._unsafe_index_put.default: Mixture._put,
+    aten.index_add.default: Mixture._add,
+    **dict.fromkeys(SORTS, Mixture._inverse_sort),
+    **dict.fromkeys(_SUMS, Mixture._sum),
 }
 
 

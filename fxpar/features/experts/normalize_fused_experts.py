@@ -66,7 +66,9 @@ def _split_result(product: fx.Node, build: Builder) -> None:
     with build.before(rows):
         wide = _with_columns(product, parts.columns, build)
         if rows is not product:
-            bias = _split_last(rows.args[1], parts.columns, build)
+            bias = rows.args[1]
+            split = _with_columns if bias.target is MM else _split_last
+            bias = split(bias, parts.columns, build)
             wide = build.call(rows.target, wide, bias)
     for i, part in enumerate(parts.values):
         if part is not None:
@@ -180,7 +182,9 @@ def _split_operand(node: fx.Node, parts: _Parts, build: Builder) -> None:
         with build.before(user):
             args = [stack if x is node else x for x in user.args]
             if user.target is MM:
-                args[1] = _split_inner(args[1], parts.columns, build)
+                experts, _, n = shape_of(args[1])
+                shape = [experts, *parts.columns, n]
+                args[1] = build.call(aten.reshape.default, args[1], shape)
             product = build.call(user.target, *args)
             if user.target is OUTER:
                 product = build.call(aten.reshape.default, product, shape_of(user))
@@ -189,9 +193,3 @@ def _split_operand(node: fx.Node, parts: _Parts, build: Builder) -> None:
         with build.before(node):
             merged = build.call(aten.reshape.default, stack, shape_of(node))
         node.replace_all_uses_with(merged)
-
-
-def _split_inner(weight: fx.Node, columns: Sequence[int], build: Builder) -> fx.Node:
-    """Return a weight [experts, columns, n] with its columns as several dims."""
-    experts, _, n = shape_of(weight)
-    return build.call(aten.reshape.default, weight, [experts, *columns, n])

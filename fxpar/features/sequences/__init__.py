@@ -49,11 +49,11 @@ FEATURE = Feature(
         "random_by_index": [
             steps_of(f"{__name__}.normalize_masks")("causal_masks", _has_attention)
         ],
-        "mark_first_rows": [
+        "exact_exchanges": [
             steps_of(f"{__name__}.softmax_pairs")("pair_reductions", has("aten.amax"))
         ],
     },
-    ops=[f"{__name__}.balanced_attention"],
+    ops=[f"{__name__}.causal_attention"],
 )
 
 # Module -> namespace and names of the ops to which, and to whose backwards, it gives

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences import balanced_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.features.sequences import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
@@ -115,12 +115,14 @@ class _Halves:
         self.build, self.rows = build, _rows(node)[0]
         self.axes = tuple(_ahead(node).args[1])
 
-    def places(self) -> tuple[Any, Any]:
+    def places(self) -> tuple[Any, Any, int]:
         """Return the index of the first query in each half that a rank attends: its own
-        first half, and the second half of its mirror rank."""
+        first half, and the second half of its mirror rank; and of the second half of
+        the keys."""
         half, count = self.rows // 2, self.build.mesh.count(self.axes)
         near = self.build.offset(self.axes, 2 * half)
-        return near, self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
+        far = self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
+        return near, far, count * half
 
     def swapped(self, x: fx.Node) -> fx.Node:
         """Return ``x`` of the mirror rank."""
@@ -152,7 +154,8 @@ def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     halves, whole = _Halves(build, node), node.meta["val"]
     near, far = halves.split(query)
     op = ours.balanced_causal_attention.default
-    outputs = build.call(op, near, key, value, far, *halves.places(), scale)
+    arguments = near, key, value, far, *halves.places(), scale
+    outputs = build.call(op, *arguments)
     near_out, near_lse, far_out, far_lse = _items(build, outputs)
     return {
         0: halves.joined(near_out, far_out, whole[0]),

@@ -6,24 +6,35 @@ key. It gives the output and the log-sum-exp of each query's scores, ``-inf`` wh
 sees no key. ``fxpar::causal_attention_backward`` takes the log-sum-exps over all keys,
 of which ``k`` and ``v`` may be a part.
 
+``fxpar::balanced_causal_attention(near, k, v, far, near_ahead, far_ahead, gap, scale)``
+is ``fxpar::causal_attention`` of each set on the same keys, and gives both outputs and
+both log-sum-exps. Where the two sets of a rank are equally far from the two ends of the
+sequence, each rank has as much to do as if it saw all keys of one of its sets; the cost
+model prices the call so.
+
+The second half of the keys begins ``gap`` places after the first: right after it, or,
+in a ring, elsewhere. Then queries see all of a half, a square of it, or nothing: places
+differ by whole halves.
+
 Kernels have no mask that begins elsewhere. Keys that all queries see and the square in
 which queries begin to see keys are attended separately, each by the fastest kernel that
 the device has, and merged by their log-sum-exp. In: tensors
 [batch, heads, rows, features]; several query heads may share one key head. Out: the
 same, and log-sum-exps [batch, heads, rows]. Never: computes scores of keys that no
-query sees.
+query sees, or communicates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 aten = torch.ops.aten
+ours = torch.ops.fxpar
 
 Result = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -266,3 +277,92 @@ def _kernel(q: Any, k: Any, v: Any) -> AttentionKernel:
         if cuda.can_use_efficient_attention(params):
             return _KERNELS["efficient"]
     return _KERNELS["math"]
+
+
+# Two sets of queries
+
+
+_PLACES = "SymInt near_ahead, SymInt far_ahead, SymInt gap, float? scale"
+torch.library.define(
+    "fxpar::balanced_causal_attention",
+    f"(Tensor near, Tensor k, Tensor v, Tensor far, {_PLACES}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "fxpar::balanced_causal_attention_backward",
+    "(Tensor near_grad, Tensor near, Tensor k, Tensor v, Tensor near_out, "
+    "Tensor near_lse, Tensor far_grad, Tensor far, Tensor far_out, Tensor far_lse, "
+    f"{_PLACES}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _seen(keys: int, ahead: int, gap: int) -> Iterator[tuple[slice, int]]:
+    """Yield the halves of the keys that queries see, and how far the queries are ahead
+    of each. ``keys``: how many there are."""
+    half = keys // 2
+    for i, before in enumerate((ahead, ahead - gap)):
+        if before > -half:
+            yield slice(i * half, (i + 1) * half), before
+
+
+def _attend(q, k, v, ahead, gap, scale) -> Result:
+    """Return output and log-sum-exp of one set of queries."""
+    keys = k.shape[2]
+    if 2 * gap == keys:
+        return ours.causal_attention(q, k, v, ahead, scale)
+    parts = [
+        ours.causal_attention(q, k[:, :, half], v[:, :, half], before, scale)
+        for half, before in _seen(keys, ahead, gap)
+    ]
+    if not parts:
+        return ours.causal_attention(q, k, v, -keys, scale)
+    return parts[0] if len(parts) == 1 else merged(*parts[0], *parts[1])
+
+
+def _differentiate(
+    grad, q, k, v, out, lse, ahead, gap, scale
+) -> tuple[torch.Tensor, ...]:
+    """Return gradients of one set of queries, and its summands of those of keys and
+    values."""
+    differentiate, keys = ours.causal_attention_backward, k.shape[2]
+    if 2 * gap == keys:
+        return differentiate(grad, q, k, v, out, lse, ahead, scale)
+    dq, dk, dv = (rows_like(x, x.shape[3]).zero_() for x in (q, k, v))
+    for half, before in _seen(keys, ahead, gap):
+        part = k[:, :, half], v[:, :, half]
+        gradients = differentiate(grad, q, *part, out, lse, before, scale)
+        dq = dq + gradients[0]
+        dk[:, :, half], dv[:, :, half] = gradients[1:]
+    return dq, dk, dv
+
+
+@torch.library.impl("fxpar::balanced_causal_attention", "CompositeExplicitAutograd")
+def _(near, k, v, far, near_ahead, far_ahead, gap, scale) -> tuple[torch.Tensor, ...]:
+    first = _attend(near, k, v, near_ahead, gap, scale)
+    return *first, *_attend(far, k, v, far_ahead, gap, scale)
+
+
+@torch.library.impl(
+    "fxpar::balanced_causal_attention_backward", "CompositeExplicitAutograd"
+)
+def _(
+    near_grad, near, k, v, near_out, near_lse,
+    far_grad, far, far_out, far_lse, near_ahead, far_ahead, gap, scale,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return gradients of both sets of queries, of keys and of values."""
+    arguments = near_grad, near, k, v, near_out, near_lse, near_ahead
+    near_dq, near_dk, near_dv = _differentiate(*arguments, gap, scale)
+    arguments = far_grad, far, k, v, far_out, far_lse, far_ahead
+    far_dq, far_dk, far_dv = _differentiate(*arguments, gap, scale)
+    return near_dq, far_dq, near_dk + far_dk, near_dv + far_dv
+
+
+@torch.library.register_fake("fxpar::balanced_causal_attention")
+def _(near, k, v, far, near_ahead, far_ahead, gap, scale):
+    attend = ours.causal_attention
+    return *attend(near, k, v, 0, scale), *attend(far, k, v, 0, scale)
+
+
+@torch.library.register_fake("fxpar::balanced_causal_attention_backward")
+def _(near_grad, near, k, v, near_out, near_lse, far_grad, far, *_):
+    return tuple(rows_like(x, x.shape[3]) for x in (near, far, k, v))

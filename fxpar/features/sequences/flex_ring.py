@@ -17,26 +17,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences import flex_parts
+from fxpar.features.sequences import local_flex
 from fxpar.features.sequences.merge_attention import RunningAttention
 from fxpar.features.sequences.ring_attention import (
     Result,
     RingAttention,
-    nearest_first,
 )
 from fxpar.fusion.schedule_edit import refuse
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph.builder import Builder, Size
-from fxpar.passes.lower import restrided
 
 aten = torch.ops.aten
 
 # Names of arguments that are functions of scores.
 _SCORES = ("score_mod", "fw_graph", "joint_graph")
 
-# Positions among results: of a forward, the largest score of each query; of a backward,
-# the gradients of captured tensors.
-_LARGEST, _CAPTURED = 2, 3
+# Position among the results of a backward of the gradients of captured tensors.
+_CAPTURED = 3
 
 # Positions in a block mask: the number of keys, lists of blocks of keys, lists of
 # blocks of queries for each block of keys, the order in which a backward writes, and
@@ -69,7 +66,7 @@ class FlexRing(RingAttention):
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
         args, names = self._arguments(ring, i, parts), self.form.names
-        key = flex_parts.SCORE[-1]
+        key = local_flex.SCORE[-1]
         for name in _SCORES:
             if name in names:
                 at = names.index(name)
@@ -77,7 +74,7 @@ class FlexRing(RingAttention):
         at = names.index("block_mask")
         args[at] = self._mask_on(build, ring, i, args[at])
         at = names.index("kernel_options")
-        args[at] = flex_parts.weighted_options(args[at])
+        args[at] = local_flex.weighted_options(args[at])
         return self._call(build, args)
 
     def _call(self, build: Builder, args: Sequence[Any]) -> fx.Node:
@@ -105,14 +102,14 @@ class FlexRing(RingAttention):
             return inner.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
 
         name = f"{self.node.name}_{i}"
-        return flex_parts.shifted(build, function, {key: start}, name)
+        return local_flex.shifted(build, function, {key: start}, name)
 
     def _mask_on(
         self, build: Builder, ring: Ring, i: int, mask: Sequence[Any]
     ) -> tuple[Any, ...]:
         """Return the block mask of the i-th part of the keys."""
         own, function = list(mask), mask[-1]
-        own[-1] = self._counting_on(build, ring, i, function, flex_parts.MASK[-1])
+        own[-1] = self._counting_on(build, ring, i, function, local_flex.MASK[-1])
         own[_KEYS] = self.size // ring.chunks
         blocks = self.size // mask[_BLOCK]
         if blocks <= 1:
@@ -122,37 +119,26 @@ class FlexRing(RingAttention):
         for at in _BY_QUERIES:
             if mask[at] is not None:
                 number, index = mask[at : at + 2]
-                lists = flex_parts.own_blocks(build, number, index, first, count)
+                lists = local_flex.own_blocks(build, number, index, first, count)
                 own[at : at + 2] = lists
         for at in _BY_KEYS if self.form.backward else ():
             if mask[at] is not None:
                 own[at : at + 2] = [ring.cut(build, x, 2, i) for x in mask[at : at + 2]]
         return tuple(own)
 
-    def _forward(self) -> dict[Result, fx.Node]:
-        whole = self.node.meta["val"]
-        read = {result for item, result in self._items() if item.users}
-        with self.edit.before(self.node) as build:
-            ring, shards = self._ring(), self._shards(build)
-            attentions = [
-                self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(nearest_first(build, ring, shards))
-            ]
-            first, *others = (_weighted(build, node) for node in attentions)
-            running = RunningAttention(*first)
-            for other in others:
-                running = running.add(build, *other)
-            out, total = running.result(build)
-            out = build.cast(out, whole[0].dtype)
-            results: dict[Result, fx.Node] = {
-                0: restrided(build, out, whole[0]),
-                1: flex_parts.to_base_2(build, total, running.shift),
-            }
-            if _LARGEST in read:
-                most = partial(build.call, aten.maximum.default)
-                items = (build.call(operator.getitem, n, _LARGEST) for n in attentions)
-                results[_LARGEST] = reduce(most, items)
-        return results
+    def _weighted(
+        self, build: Builder, attention: fx.Node, at: int
+    ) -> tuple[fx.Node, fx.Node]:
+        out, logs = super()._weighted(build, attention, at)
+        return out, local_flex.natural(build, logs, out)
+
+    def _logs(
+        self, build: Builder, total: fx.Node, running: RunningAttention
+    ) -> fx.Node:
+        return local_flex.to_base_2(build, total, running.shift)
+
+    def _further(self, build: Builder, items: Sequence[fx.Node]) -> fx.Node:
+        return reduce(partial(build.call, aten.maximum.default), items)
 
     def _summed(
         self, build: Builder, attention: fx.Node
@@ -166,9 +152,3 @@ class FlexRing(RingAttention):
                 item = build.call(operator.getitem, gradients, k)
                 summed[_CAPTURED, k] = item, value
         return summed
-
-
-def _weighted(build: Builder, attention: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return output and log-sum-exp of an attention to one part."""
-    out, logs = (build.call(operator.getitem, attention, k) for k in range(2))
-    return out, flex_parts.natural(build, logs, out)

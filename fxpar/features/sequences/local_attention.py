@@ -24,7 +24,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.features.sequences import causal_attention, merge_attention
-from fxpar.features.sequences.merge_attention import weighted
 from fxpar.graph.builder import Size, value_of
 from fxpar.passes.lower import restrided
 from fxpar.sharding.op_facts import BIASES
@@ -154,17 +153,12 @@ def _merged(
 ) -> tuple[fx.Node, fx.Node]:
     """Return this rank's summand of the output over all keys, and their log-sum-exp."""
     build, dtype = call.build, out.meta["val"].dtype
-    axes = call.operands[1].dims[_SEQUENCE]
     if mask is not None:
         lse = merge_attention.of_visible(build, lse, mask)
         if "cudnn" in str(call.node.target):
             out = merge_attention.of_seen_rows(build, out, lse)
-    of_ranks = merge_attention.gathered(build, lse, axes)
-    if mask is None:
-        total = merge_attention.log_of_sum(build, of_ranks)
-        out = weighted(build, out, lse, total)
-    else:
-        out, total = merge_attention.of_ranks(build, out, lse, of_ranks)
+    axes = call.operands[1].dims[_SEQUENCE]
+    out, total = merge_attention.of_ranks(build, out, lse, axes).result(build)
     return build.cast(out, dtype), total
 
 

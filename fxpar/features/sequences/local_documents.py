@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -38,85 +39,108 @@ from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.ops.local_call import LocalCall
 
-
-@dataclass(frozen=True)
-class DocumentParts:
-    """Says where documents, or their parts, begin on one rank."""
-
-    # Where documents begin among its queries, and the end; a causal mask makes two of
-    # each.
-    queries: fx.Node
-    # The same among its keys.
-    keys: fx.Node
-    # The same for the second call, of queries that see all of their document's keys
-    # here; None where nothing is causal.
-    keys_of_tails: fx.Node | None
-    # For each query, whether it is in that call.
-    in_tail: fx.Node | None
-    # For each query, whether it sees a key here.
-    sees_keys: fx.Node
-    # For each key, whether it is in a document.
-    in_document: fx.Node
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class OwnDocuments:
-    """Says what a rank has of each document, by places among its own queries and
-    keys."""
+class _OwnDocuments:
+    """Holds what a rank has of each document, by places among its own queries and keys,
+    and a mask's two calls on it."""
 
-    # First query.
-    first_query: fx.Node
-    # One after the last query.
-    end_of_queries: fx.Node
-    # First key.
-    first_key: fx.Node
-    # One after the last key.
-    end_of_keys: fx.Node
-    # The place of a document's last query minus that of its last key, here or not.
-    shift: fx.Node
+    def __init__(self, call: LocalCall, arguments: dict[str, Any], query: int) -> None:
+        """``query``: position of the queries among the operands, before the keys."""
+        self.build = build = call.build
+        begins = arguments["cu_seq_q"], arguments["cu_seq_k"]
+        self.causal = _is_aligned(arguments)
+        placed = [_placed(call, x, query + i) for i, x in enumerate(begins)]
+        # Where documents begin among the rank's queries, and among its keys.
+        self.queries, self.keys = (own for _, own in placed)
+        self.first_query, self.first_key = (
+            _slice(build, own, 0, -1) for _, own in placed
+        )
+        self.end_of_queries, self.end_of_keys = (
+            _slice(build, own, 1, None) for _, own in placed
+        )
+        # The place of a document's last query minus that of its last key, here or not.
+        ends = (_slice(build, places, 1, None) for places, _ in placed)
+        self.shift = build.call(aten.sub.Tensor, *ends)
+        device = begins[0].meta["val"].device
+        self.rows, columns = (
+            build.iota(call.operand_shape(query + i)[0], device) for i in range(2)
+        )
+        # For each key, whether it is in a document.
+        self.in_document = _within(build, columns, self.keys)
+        # The document of each query.
+        end = self.end_of_queries
+        document = build.call(aten.searchsorted.Tensor, end, self.rows, right=True)
+        last = end.meta["val"].shape[0] - 1
+        self.document = build.call(aten.clamp_max.default, document, last)
+        # For each query, whether it sees a key here.
+        self.sees_keys = build.call(
+            aten.bitwise_and.Tensor,
+            self._sees_keys_here(),
+            _within(build, self.rows, self.queries),
+        )
+        self.calls, self.in_tail = self._calls(call, arguments)
 
+    def _calls(
+        self, call: LocalCall, arguments: dict[str, Any]
+    ) -> tuple[list[fx.Node], fx.Node | None]:
+        """Call the op on this rank's parts of documents; for a causal mask, a second
+        time on queries that see all of their document's keys here. Return the calls,
+        and for each query, whether it is in the second."""
+        build = self.build
+        if not self.causal:
+            own = arguments | {"cu_seq_q": self.queries, "cu_seq_k": self.keys}
+            return [call_by_name(call, own)], None
+        border, seen = self._diagonal()
+        own = arguments | {
+            "cu_seq_q": _in_turn(build, self.first_query, border, self.end_of_queries),
+            "cu_seq_k": _in_turn(build, self.first_key, seen, self.end_of_keys),
+        }
+        tails = own | {
+            "is_causal": False,
+            "window_size": None,
+            "cu_seq_k": _in_turn(
+                build, self.first_key, self.first_key, self.end_of_keys
+            ),
+        }
+        calls = [call_by_name(call, each) for each in (own, tails)]
+        border = self._of_row(border)
+        return calls, build.call(aten.ge.Tensor, self.rows, border)
 
-def parts_of(
-    call: LocalCall, queries: fx.Node, keys: fx.Node, query: int, causal: bool
-) -> DocumentParts:
-    """Return the documents that begin at these places, [documents + 1], on this rank;
-    ``query``: position of the queries among the operands, before the keys."""
-    build, device = call.build, queries.meta["val"].device
-    placed = [_placed(call, x, query + i) for i, x in enumerate((queries, keys))]
-    edges = [own for _, own in placed]
-    last_query, last_key = (_slice(build, places, 1, None) for places, _ in placed)
-    own = OwnDocuments(
-        first_query=_slice(build, edges[0], 0, -1),
-        end_of_queries=_slice(build, edges[0], 1, None),
-        first_key=_slice(build, edges[1], 0, -1),
-        end_of_keys=_slice(build, edges[1], 1, None),
-        shift=build.call(aten.sub.Tensor, last_query, last_key),
-    )
-    rows, columns = (
-        build.iota(call.operand_shape(query + i)[0], device) for i in range(2)
-    )
-    document = build.call(
-        aten.searchsorted.Tensor, own.end_of_queries, rows, right=True
-    )
-    last = own.end_of_queries.meta["val"].shape[0] - 1
-    document = build.call(aten.clamp_max.default, document, last)
-    sees_keys = build.call(
-        aten.bitwise_and.Tensor,
-        _sees_keys(build, own, rows, document, causal),
-        _within(build, rows, edges[0]),
-    )
-    in_document = _within(build, columns, edges[1])
-    if not causal:
-        return DocumentParts(edges[0], edges[1], None, None, sees_keys, in_document)
-    border, seen = _diagonal(build, own)
-    return DocumentParts(
-        _in_turn(build, own.first_query, border, own.end_of_queries),
-        _in_turn(build, own.first_key, seen, own.end_of_keys),
-        _in_turn(build, own.first_key, own.first_key, own.end_of_keys),
-        build.call(aten.ge.Tensor, rows, _of_row(build, border, document)),
-        sees_keys,
-        in_document,
-    )
+    def _sees_keys_here(self) -> fx.Node:
+        """Return for each query of a document whether a key that it sees is here."""
+        call = self.build.call
+        first, end = map(self._of_row, (self.first_key, self.end_of_keys))
+        if self.causal:
+            own_end = call(aten.sub.Tensor, self.rows, self._of_row(self.shift))
+            own_end = call(aten.add.Tensor, own_end, 1)
+            end = call(aten.minimum.default, end, own_end)
+        return call(aten.gt.Tensor, end, first)
+
+    def _diagonal(self) -> tuple[fx.Node, fx.Node]:
+        """Return two places in each document: where the queries end that do not see all
+        of its keys here, and where the keys end that the last of these queries sees."""
+        call = self.build.call
+        border = call(aten.add.Tensor, self.end_of_keys, self.shift)
+        border = call(aten.minimum.default, border, self.end_of_queries)
+        border = call(aten.maximum.default, border, self.first_query)
+        seen = call(aten.sub.Tensor, border, self.shift)
+        seen = call(aten.minimum.default, seen, self.end_of_keys)
+        return border, call(aten.maximum.default, seen, self.first_key)
+
+    def _of_row(self, x: fx.Node) -> fx.Node:
+        """Return a value of each document as one of each query of it."""
+        return self.build.call(aten.index_select.default, x, 0, self.document)
+
+    def of_each(self, results: Sequence[fx.Node]) -> fx.Node:
+        """Return the rows of a result of the calls, [queries, ...], each from the call
+        that its query is in."""
+        first, *tails = results
+        for tail in tails:
+            in_tail = _column(self.build, self.in_tail, first.meta["val"].dim() - 1)
+            first = self.build.call(aten.where.self, in_tail, tail, first)
+        return first
 
 
 def _placed(call: LocalCall, places: fx.Node, operand: int) -> tuple[fx.Node, fx.Node]:
@@ -129,40 +153,10 @@ def _placed(call: LocalCall, places: fx.Node, operand: int) -> tuple[fx.Node, fx
     return places, own
 
 
-def _sees_keys(
-    build: Builder, own: OwnDocuments, rows: fx.Node, document: fx.Node, causal: bool
-) -> fx.Node:
-    """Return for each query whether a key that it sees is here."""
-    first, end = (_of_row(build, x, document) for x in (own.first_key, own.end_of_keys))
-    if causal:
-        shift = _of_row(build, own.shift, document)
-        causal_end = build.call(
-            aten.add.Tensor, build.call(aten.sub.Tensor, rows, shift), 1
-        )
-        end = build.call(aten.minimum.default, end, causal_end)
-    return build.call(aten.gt.Tensor, end, first)
-
-
-def _diagonal(build: Builder, own: OwnDocuments) -> tuple[fx.Node, fx.Node]:
-    """Return two places in each document: where the queries end that do not see all of
-    its keys here, and where the keys end that the last of these queries sees."""
-    border = build.call(aten.add.Tensor, own.end_of_keys, own.shift)
-    border = build.call(aten.minimum.default, border, own.end_of_queries)
-    border = build.call(aten.maximum.default, border, own.first_query)
-    seen = build.call(aten.sub.Tensor, border, own.shift)
-    seen = build.call(aten.minimum.default, seen, own.end_of_keys)
-    return border, build.call(aten.maximum.default, seen, own.first_key)
-
-
 def key_axes(call: LocalCall, query: int) -> Axes:
     """Return the axes along which ranks hold different keys."""
     axes = call.operands[query + 1].dims[0]
     return axes if call.build.mesh.count(axes) > 1 else ()
-
-
-def _of_row(build: Builder, x: fx.Node, document: fx.Node) -> fx.Node:
-    """Return a value of each document as one of each row of it."""
-    return build.call(aten.index_select.default, x, 0, document)
 
 
 def _slice(build: Builder, x: fx.Node, start: int, end: int | None) -> fx.Node:
@@ -187,9 +181,6 @@ def _in_turn(
     pairs = build.call(aten.view.default, pairs, [-1])
     last = _slice(build, ends, -1, None)
     return build.call(aten.cat.default, [pairs, last])
-
-
-aten = torch.ops.aten
 
 
 def _own_documents(
@@ -277,45 +268,24 @@ def _over_own_keys(
     call: LocalCall, arguments: dict[str, Any], axes: Axes
 ) -> tuple[fx.Node, ...]:
     """Return this rank's summand of the output over all keys, and their log-sum-exp."""
-    build = call.build
-    parts, calls = _calls(call, arguments, 0)
-    out, lse, state = (build.call(operator.getitem, calls[0], i) for i in range(3))
-    weights = build.call(aten.transpose.int, lse, 0, 1)
-    if len(calls) > 1:
-        in_tail, tails = parts.in_tail, calls[1]
-        out = _of_each(build, in_tail, build.call(operator.getitem, tails, 0), out)
-        tail = build.call(operator.getitem, tails, 1)
-        tail = build.call(aten.transpose.int, tail, 0, 1)
-        weights = _of_each(build, in_tail, tail, weights)
-    out = build.where(_column(build, parts.sees_keys, 2), out, 0.0)
-    weights = build.where(_column(build, parts.sees_keys, 1), weights, -math.inf)
-    of_ranks = merge_attention.gathered(build, weights, axes)
-    total = merge_attention.log_of_sum(build, of_ranks)
+    build, own = call.build, _OwnDocuments(call, arguments, 0)
+    outs, logs, states = (
+        [build.call(operator.getitem, x, i) for x in own.calls] for i in range(3)
+    )
+    weights = [build.call(aten.transpose.int, lse, 0, 1) for lse in logs]
+    seen = own.sees_keys
+    out = build.where(_column(build, seen, 2), own.of_each(outs), 0.0)
+    lse = build.where(_column(build, seen, 1), own.of_each(weights), -math.inf)
     dtype = out.meta["val"].dtype
-    out = build.cast(merge_attention.weighted(build, out, weights, total), dtype)
+    merged = merge_attention.of_ranks(build, out, lse, axes)
+    out, total = merged.result(build)
+    out = build.cast(out, dtype)
     # Kernels give inf for a query that sees no key; backward, its weights are 0.
-    sees_keys = build.call(aten.ne.Scalar, total, -math.inf)
+    sees_keys = build.call(aten.ne.Scalar, merged.shift, -math.inf)
     total = build.where(sees_keys, total, math.inf)
     total = build.call(aten.transpose.int, total, 0, 1)
     total = build.copied(total)
-    return out, total, state
-
-
-def _calls(
-    call: LocalCall, arguments: dict[str, Any], query: int
-) -> tuple[DocumentParts, list[fx.Node]]:
-    """Call the op on this rank's parts of documents; for a causal mask, a second time
-    on queries that see all of their document's keys here."""
-    causal = _is_aligned(arguments)
-    starts = arguments["cu_seq_q"], arguments["cu_seq_k"]
-    parts = parts_of(call, *starts, query, causal)
-    own = arguments | {"cu_seq_q": parts.queries, "cu_seq_k": parts.keys}
-    calls = [call_by_name(call, own)]
-    if parts.keys_of_tails is not None:
-        seen_whole = {"is_causal": False, "window_size": None}
-        own = own | seen_whole | {"cu_seq_k": parts.keys_of_tails}
-        calls.append(call_by_name(call, own))
-    return parts, calls
+    return out, total, states[0]
 
 
 def _column(build: Builder, rows: fx.Node, dims: int) -> fx.Node:
@@ -323,36 +293,22 @@ def _column(build: Builder, rows: fx.Node, dims: int) -> fx.Node:
     return build.call(aten.view.default, rows, [-1, *(1 for _ in range(dims))])
 
 
-def _of_each(build: Builder, chosen: Any, x: fx.Node, other: fx.Node) -> fx.Node:
-    """Return rows of ``x`` where chosen, else of ``other``."""
-    chosen = _column(build, chosen, x.meta["val"].dim() - 1)
-    return build.call(aten.where.self, chosen, x, other)
-
-
 def _by_own_keys(
     call: LocalCall, arguments: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return this rank's summand of the gradients of queries, and the gradients of its
-    keys and values."""
-    build = call.build
-    parts, calls = _calls(call, arguments, 1)
-    gradients = [[build.call(operator.getitem, x, i) for x in calls] for i in range(3)]
-    first, *tails = gradients[0]
-    queries = first
-    for tail in tails:
-        queries = _of_each(build, parts.in_tail, tail, queries)
-    queries = build.where(_column(build, parts.sees_keys, 2), queries, 0.0)
-    key, value = (_sum_of_own(build, x, parts) for x in gradients[1:])
-    return queries, key, value
-
-
-def _sum_of_own(build: Builder, summands: list[fx.Node], parts: Any) -> fx.Node:
-    """Return the gradient of keys from those of each call; 0 for a key of no
-    document."""
-    total, *rest = summands
-    for x in rest:
-        total = build.call(aten.add.Tensor, total, x)
-    return build.where(_column(build, parts.in_document, 2), total, 0.0)
+    keys and values, 0 for a key of no document."""
+    build, own = call.build, _OwnDocuments(call, arguments, 1)
+    queries, *of_keys = (
+        [build.call(operator.getitem, x, i) for x in own.calls] for i in range(3)
+    )
+    query = build.where(_column(build, own.sees_keys, 2), own.of_each(queries), 0.0)
+    in_document = _column(build, own.in_document, 2)
+    add = partial(build.call, aten.add.Tensor)
+    key, value = (
+        build.where(in_document, reduce(add, summands), 0.0) for summands in of_keys
+    )
+    return query, key, value
 
 
 def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:

@@ -25,25 +25,11 @@ aten = torch.ops.aten
 _GRAIN = 16
 
 
-def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
-    """Return an output over keys of this log-sum-exp as a summand of that over all
-    keys."""
-    return _scaled(build, out, _weight(build, lse, finite_or_zero(build, total)))
-
-
 def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
     """Gather a value of each query from all ranks along axes:
     [ranks, batch, heads, queries]."""
     row = build.call(aten.unsqueeze.default, lse, 0)
     return collective_nodes.step(build, collective_nodes.all_gather, row, 0, axes)
-
-
-def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
-    """Return the log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here:
-    tracing breaks it into other ops."""
-    shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
-    weights = build.call(aten.sum.dim_IntList, _weight(build, lse_of_ranks, shift), [0])
-    return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
 
 
 def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
@@ -62,28 +48,27 @@ def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
 
 
 def of_ranks(
-    build: Builder, out: fx.Node, lse: fx.Node, lse_of_ranks: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """Return a rank's summand of the output over all keys, under a mask, and their
-    log-sum-exp; ``lse_of_ranks``: that of all ranks, [ranks, batch, heads, queries]."""
-    shift = finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
-    weights = _weight(build, lse_of_ranks, shift)
+    build: Builder, out: fx.Node, lse: fx.Node, axes: Axes
+) -> RunningAttention:
+    """Return the attention over the keys of all ranks along axes, of whose output each
+    rank has a summand. ``out``, ``lse``: over a rank's own keys."""
+    lse_of_ranks = gathered(build, lse, axes)
+    shift = build.call(aten.amax.default, lse_of_ranks, [0])
+    finite = finite_or_zero(build, shift)
+    weights = _weight(build, lse_of_ranks, finite)
     weights = build.call(aten.sum.dim_IntList, weights, [0])
-    running = RunningAttention(
-        _scaled(build, out, _weight(build, lse, shift)), shift, weights
-    )
-    return running.result(build)
+    out = _scaled(build, out, _weight(build, lse, finite))
+    return RunningAttention(out, shift, weights)
 
 
 @dataclass(frozen=True)
 class RunningAttention:
-    """Holds attention under masks over the parts of the keys so far. Weights are
-    summed: where a bias makes scores the least number there is, a log-sum-exp keeps no
-    count."""
+    """Holds attention over the parts of the keys so far. Weights are summed: where a
+    bias makes scores the least number there is, a log-sum-exp keeps no count."""
 
     # Outputs times their weights.
     out: fx.Node
-    # The largest log-sum-exp, which is subtracted from each.
+    # The largest log-sum-exp, which is subtracted from each; ``-inf``: no key is seen.
     shift: fx.Node
     # Sum of weights; None: one part.
     weights: fx.Node | None = None

@@ -41,12 +41,6 @@ from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
-ours = torch.ops.fxpar
-
-_OF_HALVES = {
-    False: ours.mirrored_causal_attention.default,
-    True: ours.mirrored_causal_attention_backward.default,
-}
 
 
 class _HalvesRing(Ring):
@@ -96,14 +90,14 @@ class BalancedRing(RingAttention):
         args = self._arguments(ring, i, parts)
         rows = self.size // ring.chunks
         start = build.offset(self.axes, rows, ring.parts[i] * rows, around=self.size)
-        *args, near_ahead, far_ahead, scale = args
+        *args, near_ahead, far_ahead, _, scale = args
         aheads = [
             build.compute(operator.sub, ahead, start)
             for ahead in (near_ahead, far_ahead)
         ]
         back = build.compute(operator.mul, start, 2)
         gap = build.compute(operator.sub, self.size - rows // 2, back)
-        return build.call(_OF_HALVES[self.form.backward], *args, *aheads, gap, scale)
+        return build.call(self.node.target, *args, *aheads, gap, scale)
 
 
 def proposals(state: Attempts) -> dict[str, Schedule]:

@@ -163,33 +163,27 @@ def _equal(same: bool) -> PlaceRule:
     return rule
 
 
-def _can_be_truth(*functions: PlaceFunction | None) -> bool:
-    """Return whether no function is a number that differs from place to place."""
-    return all(is_constant(f) or isinstance(f, TwoValued | None) for f in functions)
+def _junction(neutral: bool) -> PlaceRule:
+    """Return the rule of ``and`` (``neutral`` is True), or of ``or`` if one operand is
+    constant."""
 
+    def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
+        one, other = ask(node.args[0]), ask(node.args[1])
+        for x in (one, other):
+            # A number that differs from place to place is no truth.
+            if not (is_constant(x) or isinstance(x, TwoValued | None)):
+                return None
+        if _dtype(node) is not torch.bool:
+            return None
+        for a, b in ((one, other), (other, one)):
+            if is_constant(a):
+                return b if bool(a.constant) is neutral else a
+        if not (isinstance(one, TwoValued) and isinstance(other, TwoValued)):
+            return None
+        holds = neutral and one.yes and other.yes and not (one.no or other.no)
+        return TwoValued(one.bounds | other.bounds, True, False) if holds else None
 
-def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool or not _can_be_truth(one, other):
-        return None
-    for a, b in ((one, other), (other, one)):
-        if is_constant(a):
-            return b if a.constant else a
-    if not (isinstance(one, TwoValued) and isinstance(other, TwoValued)):
-        return None
-    holds = one.yes and other.yes and not (one.no or other.no)
-    return TwoValued(one.bounds | other.bounds, True, False) if holds else None
-
-
-def _or(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    """Return ``one or other`` if one of them is constant."""
-    one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool or not _can_be_truth(one, other):
-        return None
-    for a, b in ((one, other), (other, one)):
-        if is_constant(a):
-            return a if a.constant else b
-    return None
+    return rule
 
 
 def _not(node: fx.Node, ask: Ask) -> PlaceFunction | None:
@@ -357,10 +351,10 @@ _RULES_BY_NAME: dict[str, PlaceRule] = {
     "lt": _compared(-1, 1),
     "eq": _equal(True),
     "ne": _equal(False),
-    "bitwise_and": _and,
-    "logical_and": _and,
-    "bitwise_or": _or,
-    "logical_or": _or,
+    "bitwise_and": _junction(True),
+    "logical_and": _junction(True),
+    "bitwise_or": _junction(False),
+    "logical_or": _junction(False),
     "bitwise_not": _not,
     "logical_not": _not,
     "where": _where,

@@ -32,9 +32,7 @@ from fxpar.features.sequences import causal_attention as _ops  # noqa: F401  (re
 from fxpar.features.sequences.merge_attention import (
     RunningAttention,
     aligned,
-    log_of_sum,
     of_visible,
-    weighted,
 )
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
@@ -257,19 +255,42 @@ class RingAttention:
             ring, shards = self._ring(), self._shards(build)
             attentions = [
                 self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(nearest_first(build, ring, shards))
+                for i, parts in enumerate(_nearest_first(build, ring, shards))
             ]
-            merge = _merged if self.mask is None else self._merged_under_mask
             for at in range(0, 2 * self.form.sets, 2):
-                out, results[at + 1] = merge(build, attentions, at)
+                parts = [self._weighted(build, node, at) for node in attentions]
+                running = RunningAttention(*parts[0])
+                for part in parts[1:]:
+                    running = running.add(build, *part)
+                out, total = running.result(build)
                 out = build.cast(out, whole[at].dtype)
                 results[at] = restrided(build, out, whole[at])
-            further: dict[Result, fx.Node] = {
-                i: build.call(operator.getitem, attentions[0], i)
-                for i, value in enumerate(whole)
-                if i not in results and isinstance(value, torch.Tensor)
-            }
-        return {**results, **further}
+                results[at + 1] = self._logs(build, total, running)
+            read = {result for item, result in self._items() if item.users}
+            for i in read - {*results}:
+                items = [build.call(operator.getitem, n, i) for n in attentions]
+                results[i] = self._further(build, items)
+        return results
+
+    def _weighted(
+        self, build: Builder, attention: fx.Node, at: int
+    ) -> tuple[fx.Node, fx.Node]:
+        """Return output and log-sum-exp, results ``at`` and the next one, of an
+        attention to one part."""
+        out, lse = (build.call(operator.getitem, attention, at + k) for k in range(2))
+        if self.mask is None:
+            return out, lse
+        return out, of_visible(build, lse, self.form.argument(attention, *BIASES))
+
+    def _logs(
+        self, build: Builder, total: fx.Node, running: RunningAttention
+    ) -> fx.Node:
+        """Return a log-sum-exp over all keys as the op gives it."""
+        return total
+
+    def _further(self, build: Builder, items: Sequence[fx.Node]) -> fx.Node:
+        """Return a further result, from that of each part."""
+        return items[0]
 
     def _shards(self, build: Builder) -> list[fx.Node]:
         """Return a rank's own keys and values, as they travel."""
@@ -279,20 +300,6 @@ class RingAttention:
         """Return the gradient of a rank's own keys or values, given that of its
         travelling part."""
         return gradient
-
-    def _merged_under_mask(
-        self, build: Builder, attentions: Sequence[fx.Node], at: int
-    ) -> tuple[fx.Node, fx.Node]:
-        """Return output and log-sum-exp of attentions over parts of the keys."""
-        parts = []
-        for node in attentions:
-            out, lse = (build.call(operator.getitem, node, at + k) for k in range(2))
-            mask = self.form.argument(node, *BIASES)
-            parts.append((out, of_visible(build, lse, mask)))
-        running = RunningAttention(*parts[0])
-        for part in parts[1:]:
-            running = running.add(build, *part)
-        return running.result(build)
 
     def _summed(
         self, build: Builder, attention: fx.Node
@@ -395,22 +402,6 @@ class _Reduced:
     scatter: fx.Node
 
 
-def _merged(
-    build: Builder, attentions: Sequence[fx.Node], at: int
-) -> tuple[fx.Node, fx.Node]:
-    """Return output and log-sum-exp, results ``at`` and the next one, of attentions
-    over parts of the keys, in the precision of the latter."""
-    out, lse = (build.call(operator.getitem, attentions[0], at + k) for k in range(2))
-    for node in attentions[1:]:
-        part, weight = (build.call(operator.getitem, node, at + k) for k in range(2))
-        both = [build.call(aten.unsqueeze.default, x, 0) for x in (lse, weight)]
-        total = log_of_sum(build, build.call(aten.cat.default, both))
-        pairs = ((out, lse), (part, weight))
-        first, second = (weighted(build, o, w, total) for o, w in pairs)
-        out, lse = build.call(aten.add.Tensor, first, second), total
-    return out, lse
-
-
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
@@ -434,7 +425,7 @@ def _unpacked(
     return out
 
 
-def nearest_first(
+def _nearest_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """Yield parts of all ranks, from a rank's own on; the next one is in flight when

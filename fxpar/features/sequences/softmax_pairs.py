@@ -144,10 +144,11 @@ def _derived_from(shift: fx.Node) -> fx.Node | None:
 def _label_of(shifted: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | None:
     """Return the all-reduce of a label's normalized score, for which other ranks have
     0; None if there is none that can be moved."""
+    logs = [(x,) for x in total.users if x.target is aten.log.default]
     normalized = [
         user
         for user in shifted.users
-        if user.target is aten.sub.Tensor and _is_log(user.args[1], total)
+        if user.target is aten.sub.Tensor and user.args[1:] in logs and not user.kwargs
     ]
     reads = [n for x in normalized for n in x.users if n.target is aten.gather.default]
     for read in reads:
@@ -163,10 +164,6 @@ def _label_of(shifted: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | N
                 like = value.shape == largest.meta["val"].shape
                 return node if like and largest not in _sources(node) else None
     return None
-
-
-def _is_log(node: Any, total: fx.Node) -> bool:
-    return node.target is aten.log.default and node.args[0] is total
 
 
 def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:

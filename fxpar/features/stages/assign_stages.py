@@ -175,14 +175,12 @@ def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
         facts = op_facts_of(node.target)
         is_cheap = facts.moves or facts.reshapes or facts.casts or facts.scales
         passes = node in kinds.backward and (is_cheap or steps.is_step(node))
-        is_read_at_end = all(x in ends or _is_end(x, kinds) for x in node.users)
+        is_read_at_end = all(
+            x in ends or x.op == "output" or x in kinds.everywhere for x in node.users
+        )
         if (passes or is_loose_view(node)) and is_read_at_end:
             ends.add(node)
     return frozenset(n for n in ends if steps.is_step(n))
-
-
-def _is_end(node: fx.Node, kinds: Kinds) -> bool:
-    return node.op == "output" or node in kinds.everywhere
 
 
 def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:

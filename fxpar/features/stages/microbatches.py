@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,15 +33,14 @@ from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local.localize import partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
-from fxpar.sharding.cut_in_time import MEMORY
+from fxpar.sharding.cut_in_time import MEMORY, whole_in_time
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Input, Program, Signature, user_line
+from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import TIME, batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
@@ -69,7 +68,7 @@ def cut_microbatches(
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNEVEN}",)
     graph = _without_reshards(graph)
-    program = read(graph, _whole_signature(graph, decision.program.signature))
+    program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     if not batch and not required:
         return graph, ("the batch is not cut: no input holds one",)
@@ -114,7 +113,7 @@ def cut_microbatches(
 
 def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:
     """Return the decision for the graph over ``count`` places in time."""
-    program = read(graph, _whole_signature(graph, decision.program.signature))
+    program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
     return decide(program, Mesh(((TIME, count),), (MEMORY,)), {}, seeds, batch=())
@@ -170,26 +169,6 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
-    """Return a rank's inputs and results, each value whole in time."""
-    nodes = graph.find_nodes(op="placeholder")
-    results = graph.output_node().args[0]
-
-    def at_rest(node: Any) -> Spec | None:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        return Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
-
-    inputs = (
-        Input(declared.name, declared.kind, at_rest(node))
-        for declared, node in zip(signature.inputs, nodes, strict=True)
-    )
-    outputs = (
-        replace(declared, at_rest=at_rest(node), layout="whole")
-        for declared, node in zip(signature.outputs, results, strict=True)
-    )
-    return Signature(tuple(inputs), tuple(outputs), signature.tangents)
-
-
 def _batch_values(program: Program, planned: Program) -> list[int]:
     """Return the values that hold a rank's rows of the batch: inputs, or slices of
     inputs that a rank has whole. ``planned``: the program in global shapes, of the same
@@ -201,15 +180,12 @@ def _batch_values(program: Program, planned: Program) -> list[int]:
     while queue:
         v = queue.pop()
         readers = [program.ops[index] for index, _ in program.uses[v]]
-        cuts = [op for op in readers if _is_row_slice(op.node)]
+        slices = (op for op in readers if op.node.target is steps.slice_)
+        cuts = [op for op in slices if op.node.args[1] == 0]
         queue += [result for op in cuts for result in op.results]
         if len(cuts) < len(readers):
             values.append(v)
     return sorted(values)
-
-
-def _is_row_slice(node: fx.Node) -> bool:
-    return node.target is steps.slice_ and node.args[1] == 0
 
 
 # Unrolling

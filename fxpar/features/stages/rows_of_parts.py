@@ -26,7 +26,7 @@ from torch import fx
 from fxpar.graph import collective_nodes as steps
 from fxpar.passes.row_wise import by_row_rule, call_of
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.factors import Axes, Rule
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.op_table import Row, Word, make, words_of
@@ -39,33 +39,21 @@ from fxpar.sharding.row_moves import Exchange
 NOTED = "fxpar_noted"
 
 
-def _of_parts() -> NoReturn:
-    raise RuntimeError("steps over rows of parts run as steps of each part")
+def _over_parts(name: str) -> Callable[..., Any]:
+    """Return a step (value, settings of the step on one part, how many ranks there are)
+    of this name."""
+
+    def run(x: Any, *settings: Any) -> NoReturn:
+        raise RuntimeError("steps over rows of parts run as steps of each part")
+
+    run.__name__ = run.__qualname__ = name
+    return run
 
 
-def gather_rows(x: Any, dim: int, axes: Axes, count: int) -> Any:
-    """Gather all ranks' rows along ``dim``; ``count``: how many ranks there are."""
-    _of_parts()
-
-
-def scatter_rows(x: Any, dim: int, op: str, axes: Axes, count: int) -> Any:
-    """Return this rank's rows along ``dim`` of the reduction of all ranks' values."""
-    _of_parts()
-
-
-def exchange_rows(
-    x: Any, source_dim: int, target_dim: int, axes: Axes, count: int
-) -> Any:
-    """Gather all ranks' rows along ``source_dim``, with ``target_dim`` split."""
-    _of_parts()
-
-
-def return_rows(
-    x: Any, source_dim: int, target_dim: int, axes: Axes, count: int
-) -> Any:
-    """Return this rank's rows along ``target_dim``, with ``source_dim`` gathered."""
-    _of_parts()
-
+# Gathers all ranks' rows, along one dim, or with another dim split.
+gather_rows, exchange_rows = _over_parts("gather_rows"), _over_parts("exchange_rows")
+# Gives this rank's rows of the reduction of all, or with another dim gathered.
+scatter_rows, return_rows = _over_parts("scatter_rows"), _over_parts("return_rows")
 
 # The step that each of them is on one part.
 STEP_OF: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -74,12 +62,6 @@ STEP_OF: dict[Callable[..., Any], Callable[..., Any]] = {
     exchange_rows: steps.all_to_all,
     return_rows: steps.all_to_all,
 }
-
-
-def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
-    """Return a rule in which all dims of the result are those of the operand."""
-    words = words_of(x)
-    return make([words], [words])
 
 
 def _resized_words(x: torch.Tensor, *settings: Any) -> tuple[list[Word], list[Word]]:
@@ -95,11 +77,6 @@ def _resized_words(x: torch.Tensor, *settings: Any) -> tuple[list[Word], list[Wo
 def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     before, after = _resized_words(x, *settings)
     return make([before], [after])
-
-
-def _moved_rows_rule(x: torch.Tensor, text: str, *_: Any) -> Rule:
-    """Return a rule in which the dim whose rows move stays whole."""
-    return _resized_dims_rule(x, Exchange.parse(text).moves.dim)
 
 
 def _more_rows_rule(x: torch.Tensor, dim: int, *rest: Any) -> Rule:
@@ -122,13 +99,18 @@ def _fewer_rows_rule(x: torch.Tensor, *rest: Any) -> Rule:
 
 add_rows(
     dict.fromkeys(
-        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
+        (steps.all_reduce, steps.mask, steps.permute, steps.recv),
+        Row(lambda x, *_: _resized_dims_rule(x)),
     )
     | dict.fromkeys(
         (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
         Row(_resized_dims_rule),
     )
-    | {steps.move_rows: Row(_moved_rows_rule)}
+    | {
+        steps.move_rows: Row(
+            lambda x, text, *_: _resized_dims_rule(x, Exchange.parse(text).moves.dim)
+        )
+    }
     | dict.fromkeys((gather_rows, exchange_rows), Row(_more_rows_rule))
     | dict.fromkeys((scatter_rows, return_rows), Row(_fewer_rows_rule))
 )

@@ -15,7 +15,7 @@ from fxpar.features.feature import Feature, later
 from fxpar.passes.order.order_collectives import Pass
 from fxpar.sharding.plan import Plan
 
-_by_speed = later("fxpar.sharding.refine_mesh", "by_speed")
+_by_speed = later(f"{__name__}.speed_shares", "by_speed")
 
 # The ops at the edges of manual regions.
 _EDGES = {"fxpar.enter_region.default", "fxpar.leave_region.default"}

@@ -32,7 +32,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
-from fxpar.graph.builder import PROVENANCE, custom_of
+from fxpar.graph.builder import PROVENANCE
 from fxpar.layers import (
     RepeatedOps,
     first_border,
@@ -233,20 +233,11 @@ def _segments(graph: fx.Graph, *, even: bool) -> Iterator[LayerSegment]:
                     yield _segment(nodes[at], labels[at])
 
 
-# In ``meta["custom"]``, which all passes keep: none of its rows after the last is read.
-FIRST_ROWS = "fxpar_first_rows"
-
-
-def is_of_first_rows(node: fx.Node) -> bool:
-    """Return whether a value is marked as one of which only first rows are read."""
-    return FIRST_ROWS in custom_of(node)
-
-
 def fits(node: fx.Node) -> bool:
     """Return whether an op may be in a body: it only computes tensors from tensors, of
-    known sizes on a device in ``DEVICES``, and does not count rows when it runs."""
+    known sizes on a device in ``DEVICES``."""
     results = tensors_in(node.meta.get("val"))
-    if node.op != "call_function" or not results or is_of_first_rows(node):
+    if node.op != "call_function" or not results:
         return False
     if node.target is operator.getitem:
         return fits(node.args[0])

@@ -98,7 +98,8 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         return 1 / math.prod(shards.get(f, 1) for dim in dims for f in dim)
 
     nbytes = sum(size * share(position) for position, size in work.moved)
-    messages = shift_messages.seconds(op, strategy, mesh)
+    sends = op.rule.sends
+    messages = shift_messages.seconds(op, strategy, mesh) if sends else 0.0
     if not work.flops:
         sizes = list(map(math.prod, work.shapes))
         points = max((n * share(i) for i, n in enumerate(sizes)), default=0.0)

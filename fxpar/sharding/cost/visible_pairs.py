@@ -135,15 +135,16 @@ def _blocks(node: fx.Node, names: tuple[str, ...]) -> Iterator[_Block]:
         if _argument(node, names, "is_causal"):
             yield queries, keys, 0
         return
-    aheads = ("ahead",) if "ahead" in names else ("near_ahead", "far_ahead")
-    gap = _argument(node, names, "gap") if "gap" in names else None
-    for name in aheads:
-        ahead = _expression(_argument(node, names, name))
-        if gap is None:
-            yield queries, keys, ahead
-        else:
-            yield queries, keys // 2, ahead
-            yield queries, keys // 2, (_less, ahead, _expression(gap))
+    if "ahead" in names:
+        yield queries, keys, _expression(_argument(node, names, "ahead"))
+        return
+    near, far, gap = (
+        _expression(_argument(node, names, name))
+        for name in ("near_ahead", "far_ahead", "gap")
+    )
+    for ahead in (near, far):
+        yield queries, keys // 2, ahead
+        yield queries, keys // 2, (_less, ahead, gap)
 
 
 def _less(a: int, b: int) -> int:

@@ -55,7 +55,8 @@ def choose(
         stored = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         own = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, own, batch, experts, stored, free, op.target, messages_of(op))
+        messages = messages_of(op) if op.rule.sends else None
+        key = (op.rule, own, batch, experts, stored, free, op.target, messages)
         if key not in cache:
             conventional = (experts, batch)
             choice = _Choice(

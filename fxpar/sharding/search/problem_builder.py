@@ -137,7 +137,8 @@ class ProblemBuilder:
         op, work = self.program.ops[index], self.kernels.works[index]
         part = self.op_share(index)
         target = op.target if work.flops else None  # says which dims its product has
-        key = (target, op.rule, work, messages_of(op), part)
+        messages = messages_of(op) if op.rule.sends else None
+        key = (target, op.rule, work, messages, part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(

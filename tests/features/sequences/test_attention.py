@@ -14,6 +14,7 @@ from fxpar.errors import PlanError, ScheduleError
 from fxpar.features.sequences import (
     causal_attention,
     local_attention,
+    merge_attention,
     ring_attention,
 )
 from fxpar.passes.order.forward_backward import as_run
@@ -188,7 +189,7 @@ def test_a_cache_split_along_its_sequence_is_not_gathered() -> None:
 
 def test_a_merge_without_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = tensors(1, 64)
-    monkeypatch.setattr(local_attention, "weighted", lambda build, out, *_: out)
+    monkeypatch.setattr(merge_attention, "_scaled", lambda build, out, *_: out)
     plan = planned(decode, *args, specs=[None, SEQUENCE, SEQUENCE], grad=False)
     with pytest.raises(AssertionError):
         matches(plan, *args)
@@ -255,7 +256,7 @@ def is_tensor(node: Any) -> bool:
 def test_a_ring_without_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = tensors()
     line = ring_lines(causal, *args)[0]
-    monkeypatch.setattr(ring_attention, "weighted", lambda build, out, *_: out)
+    monkeypatch.setattr(merge_attention, "_scaled", lambda build, out, *_: out)
     plan = planned(causal, *args, schedule=line)
     with pytest.raises(AssertionError):
         matches(plan, *args)

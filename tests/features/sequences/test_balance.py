@@ -12,7 +12,6 @@ import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.features.sequences import (
     balance,
-    balanced_attention,
     causal_attention,
     overlap_attention,
 )
@@ -182,7 +181,7 @@ def test_every_hop_of_a_balanced_ring_is_as_much_work(ranks: int) -> None:
                 sum(
                     pairs(half, half, before)
                     for place in places
-                    for _, before in balanced_attention._seen(
+                    for _, before in causal_attention._seen(
                         2 * half, place - start, gap
                     )
                 )

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxpar
-from fxpar.features.sequences import flex_parts
+from fxpar.features.sequences import local_flex
 from fxpar.graph.builder import Builder
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import calls, on_cpu
@@ -59,7 +59,7 @@ def split_along_queries(
 def test_queries_by_local_place_would_be_wrong(
     function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex_parts, function, places)
+    monkeypatch.setattr(local_flex, function, places)
     plan, qkv = split_along_queries(4, 2)
     assert not torch.allclose(plan.simulate(*qkv), over_positions(*qkv, 4))
 
@@ -126,7 +126,7 @@ def lists_of_rank(mask: Any, rank: int, ranks: int) -> list[Tensor]:
         inputs.append(node)
     own = mask.kv_num_blocks.shape[-1] // ranks
     pairs = zip(inputs[::2], inputs[1::2], strict=True)
-    results = [flex_parts.own_blocks(build, *x, rank * own, own) for x in pairs]
+    results = [local_flex.own_blocks(build, *x, rank * own, own) for x in pairs]
     graph.output(tuple(x for pair in results for x in pair))
     return fx.GraphModule(torch.nn.Module(), graph)(*whole)
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import (
 
 import fxpar
 from fxpar.features.sequences import (
-    flex_parts,
+    local_flex,
     merge_attention,
 )
 from fxpar.planning import TracedPlan
@@ -139,7 +139,7 @@ def test_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_by_local_place_would_be_wrong(
     function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex_parts, function, places)
+    monkeypatch.setattr(local_flex, function, places)
     plan, args = planned(4)
     with pytest.raises(AssertionError):
         matches(plan, args)
@@ -149,10 +149,7 @@ def test_outputs_have_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, args = planned(4)
     matches(plan, args)
 
-    def alike(build: Any, out: Any, lse: Any, of_ranks: Any) -> Any:
-        return out, lse
-
-    monkeypatch.setattr(merge_attention, "of_ranks", alike)
+    monkeypatch.setattr(merge_attention, "_scaled", lambda build, out, weight: out)
     plan, args = planned(4)
     with pytest.raises(AssertionError):
         matches(plan, args)
@@ -243,7 +240,7 @@ def test_lists_name_blocks_of_a_rank(
 def test_lists_that_name_blocks_of_all_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
+    monkeypatch.setattr(local_flex, "own_blocks", lambda _, *lists: lists[:2])
     plan, args = planned(4)
     with pytest.raises((AssertionError, IndexError)):
         check_by_lists(plan, args, monkeypatch)

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import (
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.features.sequences import flex_parts
+from fxpar.features.sequences import local_flex
 from fxpar.features.sequences.flex_ring import FlexRing
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
@@ -133,7 +133,7 @@ def test_lists_name_blocks_of_a_part(
 def test_lists_that_name_blocks_of_all_parts_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flex_parts, "own_blocks", lambda _, *lists: lists[:2])
+    monkeypatch.setattr(local_flex, "own_blocks", lambda _, *lists: lists[:2])
     plan, args = planned(4)
     with pytest.raises((AssertionError, IndexError)):
         check_by_lists(plan, args, monkeypatch)
@@ -153,7 +153,7 @@ def test_keys_that_count_from_a_part_are_noticed(
 
 
 def test_weights_of_another_base_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_parts, "natural", lambda build, logs, out: logs)
+    monkeypatch.setattr(local_flex, "natural", lambda build, logs, out: logs)
     plan, args = planned(4)
     with pytest.raises(AssertionError):
         matches(plan, args)

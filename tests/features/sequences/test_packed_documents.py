@@ -6,7 +6,6 @@ open: what it writes for keys of no document is NaN.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Iterator
@@ -247,20 +246,20 @@ def test_keys_of_a_window_are_whole() -> None:
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("part", ["keys_of_tails", "sees_keys", "in_document"])
+@pytest.mark.parametrize("part", ["calls", "sees_keys", "in_document"])
 def test_a_forgotten_part_of_documents_is_noticed(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries behind the diagonal, those that see no key, keys of no document."""
-    right = local_documents.parts_of
 
-    def forgetful(call: Any, *args: Any) -> Any:
-        parts = right(call, *args)
-        value, ones = getattr(parts, part), torch.ops.aten.ones_like.default
-        changed = None if part == "keys_of_tails" else call.build.call(ones, value)
-        return dataclasses.replace(parts, **{part: changed})
+    class Forgetful(local_documents._OwnDocuments):
+        def __init__(self, call: Any, *args: Any) -> None:
+            super().__init__(call, *args)
+            value, ones = getattr(self, part), torch.ops.aten.ones_like.default
+            changed = value[:1] if part == "calls" else call.build.call(ones, value)
+            setattr(self, part, changed)
 
-    monkeypatch.setattr(local_documents, "parts_of", forgetful)
+    monkeypatch.setattr(local_documents, "_OwnDocuments", Forgetful)
     args = [*tensors(ROWS, ROWS), starts(0, 5, 11), starts(0, 5, 11)]
     with pytest.raises(AssertionError):
         matches(planned_by_keys(args, CAUSAL, "cp=4", None), *args)

@@ -100,6 +100,17 @@ def test_one_message(fn: Any, mesh: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert plan.predicted.seconds < before.predicted.seconds
 
 
+def test_a_number_subtracted_from_shifted_scores() -> None:
+    def fn(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shifted = x - x.amax(-1, keepdim=True).detach()
+        return shifted.exp().sum(-1).log() + (shifted - 1.0).square().sum(-1)
+
+    args = inputs()
+    plan = planned(fn, *args)
+    assert kinds(plan)["all_gather"] == 1
+    matches(plan, *args)
+
+
 def hidden(rank: int | None) -> torch.Tensor:
     """Scores of which a rank, or all, have none that is a number."""
     x = inputs()[0].detach().clone()
