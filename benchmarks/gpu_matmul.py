@@ -48,8 +48,7 @@ from fxpar.fusion.kernels.matmul_kernel import (
     gemm,
     signals_of,
 )
-from fxpar.sharding.cost.hardware import Level, Peak
-from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.cost.hardware_table import Level, Peak, lookup
 
 CHUNKS = 8
 LARGE = TILES["bfloat16"][0]

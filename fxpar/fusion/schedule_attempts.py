@@ -22,8 +22,8 @@ from fxpar.passes.order.phase_orders import Orders
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.sharding.cost.fused_kernels import Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
 from fxpar.units import difference, short_bytes, short_seconds
 

@@ -34,7 +34,7 @@ from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
 from fxpar.passes.simulate.launches import launches_among
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware import Hardware, ProductDims
+from fxpar.sharding.cost.hardware_table import Hardware, ProductDims
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.op_facts import op_facts_of

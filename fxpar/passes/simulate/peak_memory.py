@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.passes.simulate.launches import PhaseReader
 from fxpar.passes.simulate.phases_as_run import PhasesAsRun
-from fxpar.sharding.cost.launch import Buffer, Launch, Launches
+from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature
