@@ -52,12 +52,10 @@ from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Auto,
     Request,
-    choices,
     known_machine,
     machine,
     plan_mode,
     read_auto,
-    staged_choices,
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
@@ -436,12 +434,12 @@ def plan_call(
         microbatches=options.microbatches,
         hints=load(hints if hints is not None else options.hints),
         mode=chosen,
-        meshes=choices(mesh, chosen) if auto else (),
-        staged=staged_choices(mesh, chosen) if auto else (),
         pipeline_schedule=options.pipeline,
         pipeline=pipeline,
         hardware=known_machine(options, mesh.size),
     )
+    if auto:
+        request = request.with_open_mesh(mesh)
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
     final_plan = result.plan

@@ -261,6 +261,19 @@ class Request:
         places = self.pipeline.places
         return schedules.order_for(self.pipeline_order, places, parts)
 
+    def with_open_mesh(self, mesh: Mesh) -> Request:
+        """Return the request for a mesh that its mode chooses. ``mesh``: all ranks
+        along one axis, the first of its choices."""
+        mode = self.mode
+        if isinstance(mode, SearchOptions):
+            staged = staged_candidates(mesh.size, mode.hardware)
+            meshes = candidates(mesh.size, mode.hardware)
+            return replace(self, meshes=meshes, staged=staged)
+        meshes = (mesh,)
+        if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
+            meshes = tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
+        return replace(self, meshes=meshes)
+
     def on(self, mesh: Mesh) -> Request:
         """Return the request for one of ``meshes`` or of ``staged``."""
         if pipeline_axis(mesh) is None:
@@ -296,24 +309,6 @@ def known_machine(options: Options, ranks: int) -> Hardware | None:
         return machine(options, ranks)
     except DeviceError:
         return None
-
-
-def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """Return the meshes a plan of this mode may choose from, first ``mesh``, which has
-    all ranks along one axis."""
-    if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
-        return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
-    if isinstance(mode, SearchOptions):
-        return candidates(mesh.size, mode.hardware)
-    return (mesh,)
-
-
-def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """Return the meshes with an axis of stages that a plan of this mode may choose
-    from. ``mesh``: all ranks along one axis."""
-    if isinstance(mode, SearchOptions):
-        return staged_candidates(mesh.size, mode.hardware)
-    return ()
 
 
 def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:
