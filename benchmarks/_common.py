@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -87,16 +86,10 @@ def llama(layers: int, *, scale: str = "small") -> Any:
     return LlamaForCausalLM(config)
 
 
-def cpu_seconds(workers: Mapping[int, subprocess.Popen]) -> float:
-    """Return CPU seconds of this process and of those it started. ``workers``: the
-    processes that still run."""
+def cpu_seconds() -> float:
+    """Return CPU seconds of this process and of those it started, once they ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = time.process_time() + ended.ru_utime + ended.ru_stime
-    for worker in workers.values():
-        clock = (~worker.pid << 3) | 2  # Linux: CPU time of all its threads
-        with contextlib.suppress(OSError):  # it has ended, and is not waited for
-            seconds += time.clock_gettime(clock)
-    return seconds
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def cpu_name() -> str:

@@ -162,8 +162,7 @@ CASES = tuple(itertools.product(("h100", "float8"), ("none", "auto")))
 
 def machine(name: str) -> Any:
     """An H100 as built in, or with the peaks of what torchtitan runs."""
-    from fxpar.sharding.cost.hardware import Peak
-    from fxpar.sharding.cost.hardware_table import lookup
+    from fxpar.sharding.cost.hardware_table import Peak, lookup
 
     h100 = lookup("h100")
     if name == "h100":

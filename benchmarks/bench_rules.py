@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Program, Signature
-from fxpar.sharding.propagate.propagation import Propagation
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Propagation, Seed
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard import one_pair, route
 from fxpar.sharding.spec import Spec

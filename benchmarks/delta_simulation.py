@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.cost.streams import Task
+from fxpar.sharding.mesh import axis_of
 
 
 class DeltaSimulation:

@@ -160,7 +160,7 @@ def chosen(
 ) -> dict[str, Any]:
     """The search's plan, the one of a few that is best in the simulator (``data``: data
     parallelism's choice), and where a walk from there leads, all lowered."""
-    from fxpar.sharding.search.rank_candidates import with_choice
+    from fxpar.sharding.search.run_search import with_choice
 
     found = plan.result.decision.search
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}

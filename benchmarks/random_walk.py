@@ -27,8 +27,7 @@ import numpy as np
 from simulated_choice import Overlap
 
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.rank_candidates import DISCOUNTS, cheaper
-from fxpar.sharding.search.run_search import SearchResult
+from fxpar.sharding.search.run_search import DISCOUNTS, SearchResult, cheaper
 from fxpar.sharding.solver import Problem
 from fxpar.sharding.solver.problem import FORBIDDEN
 

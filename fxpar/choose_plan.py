@@ -27,9 +27,10 @@ from fxpar.features import FEATURES
 from fxpar.features.feature import names_of_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
+from fxpar.passes.order.forward_backward import is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.peak_memory import optimizer_bytes
-from fxpar.passes.simulate.simulate_step import Timeline, predict_step
+from fxpar.passes.simulate.simulate_step import Timeline, predict_step, simulate
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import consensus, presence
@@ -88,13 +89,14 @@ def _finished(state: JointState) -> JointState:
             run_steps(pipeline.rows_after("plan", _UNSCHEDULED), trial)
             trials.append((_timeline_unscheduled(trial), trial, decision))
         except PlanError:
-            if not trials:
-                raise
+            continue  # it cannot be lowered, or not be predicted
+    if not trials:
+        return pipeline.finished(state, pipeline.rows_after("plan"))
     held = [_held(line, trial) for line, trial, _ in trials]
     budget = _options(state).budget
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    first, seconds, scheduled = trials[0][2], math.inf, set[tuple[float, int]]()
+    seconds, scheduled = math.inf, set[tuple[float, int]]()
     finished: list[tuple[JointState, Decision]] = []
     steps: list[tuple[float, int]] = []
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
@@ -118,7 +120,7 @@ def _finished(state: JointState) -> JointState:
     best, decision = finished[index]
     best.notes += (f"search: plans compared by their predicted steps: {listed}",)
     best.step_seconds, _ = steps[index]
-    if decision is not first:
+    if decision is not state.decided:
         check_user_rules(decision)
     options = state.request.options
     best.request = replace(best.request, options=options)
@@ -171,12 +173,16 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 
 
 def _timeline(state: JointState) -> Timeline:
-    """Predict a step of a lowered graph."""
+    """Predict a step of a lowered graph. The choice of its schedule has ordered it and
+    read its launches already."""
     hardware = state.request.hardware or _options(state).hardware
     settings, disable = state.schedule.settings, state.request.options.disable
-    return predict_step(
-        state.graph, state.decided.mesh, hardware, settings=settings, disable=disable
-    )
+    mesh, run = state.decided.mesh, state.run
+    is_read = run is not None and mesh.is_shared_equally and not disable
+    if run is not None and is_read and is_same_program(state.graph, run.lowered):
+        machine = hardware.at_speed(mesh.slowest)
+        return simulate(run.lowered, machine.on(mesh), machine, launches=run.launches)
+    return predict_step(state.graph, mesh, hardware, settings=settings, disable=disable)
 
 
 def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:

@@ -76,10 +76,8 @@ from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Request,
-    choices,
     known_machine,
     plan_mode,
-    staged_choices,
 )
 from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.spec import Spec
@@ -389,15 +387,14 @@ class Compilation:
         followed = self.entry.plan if self.entry else self.job.recalled
         name = self.request.name
         mode = followed or plan_mode(options.plan, options, size, name)
-        return replace(
+        request = replace(
             self.request,
             signature=signature,
             hints=load(options.hints),
             mode=mode,
-            meshes=choices(ranks.mesh, mode) if ranks.open else (),
-            staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
             hardware=known_machine(options, size),
         )
+        return request.with_open_mesh(ranks.mesh) if ranks.open else request
 
     def _refuse_parts(self) -> None:
         """Raise PlanError for a global value of parts of the batch in local mode."""

@@ -5,9 +5,9 @@ for their operands. Out: rows of layers, in which each op has the label of the o
 layer before; and where the first layer of a row begins. Names and modules do not count.
 It is used on Dynamo's graph, where AOTAutograd traces one layer of a kind
 (``passes.repeated_segments``), on a Program, where the search ties choices
-(``sharding.search.ties``), on a local graph, where schedules are tried on few layers
-(``fusion.fewer_layers``), and on forward and backward, where Inductor compiles one
-(``passes.order.outline_layers``). Never changes a graph.
+(``sharding.search.run_search``), on a local graph, where schedules are tried on few
+layers (``fusion.fewer_layers``), and on forward and backward, where Inductor compiles
+one (``passes.order.outline_layers``). Never changes a graph.
 """
 
 from __future__ import annotations

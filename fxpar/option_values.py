@@ -138,7 +138,7 @@ def positive(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
-    if not number > 0:  # nor is NaN
+    if not 0 < number < math.inf:  # nor is NaN
         raise ValueError("use a number above 0")
     return number
 

@@ -27,7 +27,7 @@ from fxpar._torch.distributed import default_group, own_rank
 from fxpar.cache_files import write_asked
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
-from fxpar.errors import DeviceError, MeshError, OptionError, PlanError
+from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
@@ -44,25 +44,77 @@ from fxpar.pipeline import STEP_NAMES
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.given_specs import specs_of, with_all_dims
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
+    Auto,
     Request,
-    choices,
     known_machine,
     machine,
     plan_mode,
-    staged_choices,
+    read_auto,
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
-from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 from fxpar.units import short_bytes, short_seconds
+
+
+def specs_of(
+    specs: Sequence[Any] | None, count: int, name: str, counted: str
+) -> list[Spec | None]:
+    """Return the specs that a user gave, one per tensor, None where one is open.
+    ``name``: of the argument that gave them; ``counted``: the things that it has one
+    entry for each of, in the plural. Raises HintError."""
+    if specs is None:
+        return [None] * count
+    if len(specs) != count:
+        raise HintError(
+            f"{name} has {len(specs)} entries for {count} {counted}",
+            fix="give one entry per tensor; None leaves it open",
+        )
+    for spec in specs:
+        if isinstance(spec, str):
+            raise HintError(
+                f"{name} has the text {spec!r} for a tensor",
+                fix=f"give an entry per dim: ({spec!r}, None)",
+            )
+    return [
+        spec if spec is None or isinstance(spec, Spec) else Spec(*spec)
+        for spec in specs
+    ]
+
+
+def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
+    """Return the signature with a spec of all dims where one was given: dims left out
+    are not split. Raises HintError if a tensor has fewer dims."""
+    (output,) = graph.find_nodes(op="output")
+
+    def of_all_dims(end: Any, node: Any) -> Any:
+        if end.at_rest is None:
+            return end
+        shape, dims = node.meta["val"].shape, end.at_rest.dims
+        if len(dims) > len(shape):
+            raise HintError(
+                f"spec given for {end.name}: {len(dims)} entries for a tensor of "
+                f"{len(shape)} dims",
+                fix="give at most one entry per dim; dims left out are not split",
+            )
+        missing = [()] * (len(shape) - len(dims))
+        at_rest = Spec.of([*dims, *missing], end.at_rest.partial)
+        return replace(end, at_rest=at_rest)
+
+    inputs, outputs = (
+        tuple(map(of_all_dims, ends, nodes))
+        for ends, nodes in (
+            (signature.inputs, graph.find_nodes(op="placeholder")),
+            (signature.outputs, output.args[0]),
+        )
+    )
+    return replace(signature, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -381,12 +433,12 @@ def plan_call(
         microbatches=options.microbatches,
         hints=load(hints if hints is not None else options.hints),
         mode=chosen,
-        meshes=choices(mesh, chosen) if auto else (),
-        staged=staged_choices(mesh, chosen) if auto else (),
         pipeline_schedule=options.pipeline,
         pipeline=pipeline,
         hardware=known_machine(options, mesh.size),
     )
+    if auto:
+        request = request.with_open_mesh(mesh)
     with status_line.status_of("plan", STEP_NAMES, on=leads):
         result = fastest_plan(module.graph, fake_mode, request)
     final_plan = result.plan

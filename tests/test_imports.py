@@ -20,11 +20,11 @@ ROOT = TESTS.parent / "fxpar"
 
 # What stands below graphs: meshes, specs, rules as data, programs and their prices.
 ALGEBRA = {
-    *("sharding/axis_parts", "sharding/mesh", "sharding/mesh_text", "sharding/spec"),
+    *("sharding/mesh", "sharding/spec"),
     *("sharding/factors", "sharding/strategy", "sharding/program", "sharding/op_table"),
     *("sharding/op_facts", "sharding/shard_sizes", "sharding/rank_ints"),
     *("sharding/row_moves", "sharding/shift_messages", "sharding/reshard/steps"),
-    *("sharding/cost/collectives", "sharding/cost/hardware", "sharding/cost/op"),
+    *("sharding/cost/collectives", "sharding/cost/hardware_table", "sharding/cost/op"),
     "sharding/cost/visible_pairs",
 }
 

@@ -24,9 +24,8 @@ from fxpar.pipeline import PHASE, STEPS
 from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import Request
+from fxpar.sharding.plan_request import Request, candidates
 from fxpar.sharding.program import Input, Output, Signature
-from fxpar.sharding.search.mesh_candidates import candidates
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine

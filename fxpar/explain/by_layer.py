@@ -17,8 +17,8 @@ from torch import fx
 from fxpar.passes.simulate.launches import launches_of, source_of
 from fxpar.passes.simulate.peak_memory import optimizer_bytes, residency
 from fxpar.passes.simulate.simulate_step import simulate
+from fxpar.sharding.cost.fused_kernels import Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Signature
 from fxpar.units import short_bytes, short_seconds

@@ -19,8 +19,8 @@ from typing import Any
 
 from fxpar.errors import DeviceError
 from fxpar.passes.simulate.simulate_step import Timeline
-from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.mesh import axis_of
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
 from fxpar.sharding.plan_text import memory_warnings, short_dtype

@@ -20,8 +20,8 @@ from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import Orders, regather, split_phases
 from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.sharding.cost.fused_kernels import Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.launch import Launches
 from fxpar.sharding.mesh import Mesh
 from fxpar.units import difference, short_bytes, short_seconds
 

@@ -36,27 +36,31 @@ from fxpar.sharding.decide import (
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_schedule import stage_places
-from fxpar.sharding.plan_request import Request
+from fxpar.sharding.plan_request import Request, distinct
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, batch_inputs
 from fxpar.sharding.refine_mesh import head_counts, refine, rounded
 from fxpar.sharding.search.batch_parts import BatchCut, PartProgram, SharedKernels
-from fxpar.sharding.search.estimate_stages import estimate_stages
-from fxpar.sharding.search.least_memory import (
-    least_held,
-    whole_entries,
-)
 from fxpar.sharding.search.memory_constraints import Entry
-from fxpar.sharding.search.mesh_candidates import distinct
-from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
-from fxpar.sharding.search.rank_candidates import is_large, nearest
+from fxpar.sharding.search.price_stages import (
+    StagedStep,
+    estimate_stages,
+    least_staged,
+    price_stages,
+)
 from fxpar.sharding.search.run_search import (
     AGAIN,
     STOPPED,
     SearchOptions,
     SearchResult,
+    is_large,
+    nearest,
 )
-from fxpar.sharding.search.too_large import nothing_fits
+from fxpar.sharding.search.too_large import (
+    least_held,
+    nothing_fits,
+    whole_entries,
+)
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.program import Program, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
@@ -39,21 +38,18 @@ from fxpar.sharding.propagate.gather_early import (
 )
 from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
-from fxpar.sharding.propagate.propagation import Propagation
-from fxpar.sharding.propagate.propagation_state import Origin, Seed, State
+from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.rank_candidates import (
-    can_be_faster,
-    priced_as,
-    rivals,
-)
 from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
     SearchResult,
     begun_from,
+    can_be_faster,
+    priced_as,
+    rivals,
     search,
 )
 from fxpar.sharding.solver import work_clock
@@ -302,8 +298,8 @@ def _found(
     """Return the decision for the result of a search."""
     names_at_rest = {
         v: f"{declared.name} at rest"
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.at_rest is not None
+        for declared, v in program.tensor_inputs
+        if declared.at_rest is not None
     }
     origins = [
         {
@@ -415,8 +411,8 @@ def _axes_named(seeds: Iterable[Seed]) -> set[str]:
 def _input_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     """Return seeds of inputs whose use is known."""
     seeds = []
-    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-        if v is not None and declared.use is not None:
+    for declared, v in program.tensor_inputs:
+        if declared.use is not None:
             what = f"spec given for {declared.name}"
             use = declared.use
             seeds.append(make_seed(program, v, use, mesh, declared.kind, what))
@@ -428,8 +424,8 @@ def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     an input that is an output too, or a value with two specs, one seed is kept; the
     outputs are resharded."""
     seeds = []
-    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
-        if v is not None and result.at_rest is not None and result.kind != "gradient":
+    for result, v in program.tensor_outputs:
+        if result.at_rest is not None and result.kind != "gradient":
             what = f"spec given for {result.name}"
             at_rest = result.at_rest.without_partial()
             seeds.append(make_seed(program, v, at_rest, mesh, "value", what))

@@ -3,7 +3,7 @@ program.
 
 A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
 axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
-open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_parts``).
+open to more). ``"tp:2"``, a part of an axis, may stand for an axis (see ``mesh``).
 Dims left out are open. ``"tp p2"``, an entry with a priority, propagates after entries
 with lower numbers. Two words belong to the tensor, not to a dim: ``"!tp"`` keeps it
 whole along tp, and ``"|"`` lets no axis pass between it and its readers. A table comes
@@ -30,12 +30,11 @@ from typing import Any
 
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.axis_parts import axis_of, full_name, overlapping
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of, full_name, overlapping
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import is_batch_name
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.spec import Spec
 
 # Batch first, then parameters, so that where both name an axis activations keep it.
@@ -299,8 +298,8 @@ def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Se
     """
     seeds: dict[int, Seed] = {}
     values_by_name: dict[str, list[tuple[int, str]]] = {}
-    for declared, value in zip(program.signature.inputs, program.inputs, strict=True):
-        if value is not None and declared.kind != "tangent":
+    for declared, value in program.tensor_inputs:
+        if declared.kind != "tangent":
             values_by_name.setdefault(declared.name, []).append((value, declared.kind))
     inputs = set(program.inputs)
     for inner in program.values:

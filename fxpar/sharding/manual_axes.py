@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fxpar.errors import PlanError
-from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.plan import Plan
@@ -39,7 +38,7 @@ from fxpar.sharding.propagate.conventions import EXPERTS
 from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rest_over_stages import Splits, split_op, with_splits
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, without_axes
 
 End = TypeVar("End", Input, Output)
 
@@ -81,7 +80,7 @@ def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
 
     def bare(end: End) -> End:
         at_rest = end.at_rest
-        return end if at_rest is None else replace(end, at_rest=_bare(at_rest, axes))
+        return end if at_rest is None else replace(end, at_rest=at_rest.clear_of(axes))
 
     inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
     return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -116,7 +115,7 @@ def over_manual_axes(
     }
     # Hints may name the axes, which split nothing on one rank.
     strategies = [_on_one_rank(x, axes) for x in decision.strategies]
-    settled = [_bare(x, axes) for x in decision.settled]
+    settled = [x.clear_of(axes) for x in decision.settled]
     products = _products_of_sent(program)
     ops = [_by_expert(op) if op.index in products else op for op in program.ops]
     program, makers = replace(program, ops=ops), _makers_of_weights(program, products)
@@ -240,17 +239,8 @@ def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[in
 
 def _on_one_rank(strategy: Strategy, axes: Collection[str]) -> Strategy:
     """Return the strategy without the axes."""
-    factors = [
-        (factor, tuple(axis for axis in split if axis not in axes))
-        for factor, split in strategy.factors
-    ]
     passes = [x for x in strategy.passes if x[0] not in axes]
-    return Strategy(tuple(x for x in factors if x[1]), tuple(passes))
-
-
-def _bare(spec: Spec, axes: Collection[str]) -> Spec:
-    reductions = [(axis, op) for axis, op in spec.partial if axis not in axes]
-    return Spec.of(spec.without(axes).dims, reductions)
+    return Strategy(without_axes(strategy.factors, axes), tuple(passes))
 
 
 def _extra(spec: Spec, axes: Collection[str]) -> Splits:

@@ -1,20 +1,27 @@
-"""Describes the device mesh: ordered, named axes over the ranks.
+"""Describes the device mesh: ordered, named axes over the ranks, and parts of axes.
 
 A mesh is data, so a mesh of 65,536 ranks is as cheap as one of two. Ranks are
-row-major: the last axis varies fastest.
+row-major: the last axis varies fastest. As text it is ``"dp=2{1.0,0.5}[2,1],tp=2*2"``:
+an axis has a name and a size, or the sizes of its parts; in braces the speeds of its
+ranks, in brackets their shares.
 
-A **part** ``"x:(m)k"`` of an axis (``axis_parts`` says which ranks it joins) may stand
-wherever an axis does: every method here takes parts. A plan that needs parts is made on
-a *refined* mesh, whose axes they are: ``dp=2,tp=2*2`` is ``dp=2,tp=4`` with the axes
-dp, tp:(1)2 and tp:(2)2, each with the link of tp. Planning treats it as any other mesh.
+A **part** ``"x:(m)k"`` of axis x, as Shardy writes it, is of its n ranks, seen as ``[m,
+k, n/(mk)]``, the middle dim; ``"x:k"`` is short for the outermost, ``"x:(1)k"``. It may
+stand wherever an axis does: every method here takes parts. A plan that needs parts is
+made on a *refined* mesh, whose axes they are: ``dp=2,tp=2*2`` is ``dp=2,tp=4`` with the
+axes dp, tp:(1)2 and tp:(2)2, each with the link of tp. Planning treats it as any other
+mesh.
 
-In: text, a DeviceMesh, or axes. Out: sizes, groups of ranks, links, speeds, shares.
-Never: needs a process group or a device.
+In: text, a DeviceMesh, or axes. Out: sizes, groups of ranks, links, speeds, shares; or
+a MeshError that names the axis. Never: needs a process group or a device.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,17 +29,216 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from fxpar.errors import MeshError
-from fxpar.sharding.axis_parts import axis_of, cut, part_name, split_name
-from fxpar.sharding.mesh_text import (
-    SHARES,
-    SPEEDS,
-    axes_of_parts,
-    check_axes,
-    check_numbers,
-    read_axes,
-    uncut,
-    written,
+
+_PART = re.compile(r"([A-Za-z_]\w*):(?:\(([1-9]\d*)\))?([1-9]\d*)")
+
+
+def split_name(name: str) -> tuple[str, int, int] | None:
+    """Return (axis, m, k) of the name of a part; None for any other text."""
+    match = _PART.fullmatch(name) if ":" in name else None
+    return (match[1], int(match[2] or 1), int(match[3])) if match else None
+
+
+def full_name(name: str) -> str:
+    """Return ``"tp:(1)2"`` for ``"tp:2"``, and any other name unchanged."""
+    if ":" not in name:
+        return name
+    part = split_name(name)
+    return part_name(*part) if part else name
+
+
+def part_name(axis: str, major: int, size: int) -> str:
+    """Return the name of a part; the inverse of ``split_name``."""
+    return f"{axis}:({major}){size}"
+
+
+def axis_of(name: str) -> str:
+    """Return the axis that a name names, or is a part of."""
+    return name.partition(":")[0]
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text may name an axis or a part of one."""
+    return text.isidentifier() or split_name(text) is not None
+
+
+def parts_among(axes: Iterable[str]) -> list[str]:
+    """Return the names that are parts of axes, each once."""
+    return [name for name in dict.fromkeys(axes) if ":" in name]
+
+
+def cut(n: int, names: Iterable[str]) -> list[int]:
+    """Return sizes of parts, major to minor, into which an axis of ``n`` ranks is cut
+    so that each of ``names``, parts of it, is made of some of them.
+
+    Raises MeshError if the parts do not nest.
+    """
+    ends = {1: "", n: ""}
+    for name in names:
+        _, major, size = split_name(name) or (name, 1, 1)
+        if size > 1:
+            ends.setdefault(major, name)
+            ends.setdefault(major * size, name)
+    pairs = list(itertools.pairwise(sorted(ends)))
+    for inner, outer in pairs:
+        if outer % inner:
+            raise MeshError(
+                f"parts {ends[inner]!r} and {ends[outer]!r} of one axis do not nest",
+                fix="cut an axis at sizes of which each divides the next",
+            )
+    return [outer // inner for inner, outer in pairs] or [n]
+
+
+def overlapping(axes: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first two names that share ranks' coordinates: one axis twice, an axis
+    and its part, or two parts that overlap. None if there are none."""
+    for i, name in enumerate(axes):
+        for other in axes[:i]:
+            if name == other or (":" in name + other and _has_overlap(name, other)):
+                return other, name
+    return None
+
+
+def _has_overlap(one: str, other: str) -> bool:
+    if axis_of(one) != axis_of(other):
+        return False
+    first, second = sorted(
+        (split_name(one) or ("", 0, 0), split_name(other) or ("", 0, 0))
+    )
+    if not first[0]:  # a whole axis
+        return True
+    return 1 not in (first[2], second[2]) and first[1] * first[2] > second[1]
+
+
+_AXIS = re.compile(
+    r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:\*\d+)*)\s*"
+    r"(?:\{([^{}]*)\}\s*)?(?:\[([^\[\]]*)\]\s*)?$"
 )
+_BETWEEN = re.compile(r",(?![^{}\[\]]*[}\]])")  # a comma, but not one of {1.0,0.5}[2,1]
+FORM = 'write axes as name=size, separated by commas: FXPAR_MESH="dp=2,tp=4"'
+SPEEDS = (
+    'write one positive number for each rank of the axis: FXPAR_MESH="dp=2{1.0,0.5}"'
+)
+SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[2,1]"'
+
+
+@dataclass(frozen=True)
+class AxisText:
+    """Holds the contents of the text of one axis."""
+
+    # The axis's name, not that of a part.
+    name: str
+    # One size, or the sizes of its parts, major to minor.
+    sizes: tuple[int, ...]
+    # Relative speed of each rank; None if not given.
+    speeds: tuple[float, ...] | None
+    # The share of a dim that each rank gets, up to a factor; None if not given.
+    shares: tuple[float, ...] | None
+
+
+def read_axes(text: str) -> Iterator[AxisText]:
+    """Yield the axes of a mesh, in order. Raises MeshError naming the malformed
+    part."""
+    for part in _BETWEEN.split(text):
+        match = _AXIS.match(part)
+        if not match:
+            raise MeshError(f"cannot read mesh {text!r}: {part!r}", fix=FORM)
+        name, sizes, speeds, shares = match.groups()
+        yield AxisText(
+            name,
+            tuple(int(n) for n in sizes.split("*")),
+            None if speeds is None else _numbers(name, speeds, SPEEDS),
+            None if shares is None else _numbers(name, shares, SHARES),
+        )
+
+
+def written(numbers: Iterable[float]) -> str:
+    """Return numbers as they are written between braces or brackets."""
+    return ",".join(repr(float(number)) for number in numbers)
+
+
+def _numbers(name: str, text: str, fix: str) -> tuple[float, ...]:
+    """Return the numbers between the braces or brackets of an axis."""
+    out = []
+    for word in text.split(","):
+        try:
+            out.append(float(word))
+        except ValueError:
+            what = f"mesh axis {name!r}: {word.strip()!r} is not a number"
+            raise MeshError(what, fix=fix) from None
+    return tuple(out)
+
+
+def axes_of_parts(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """Return (name, size) of an axis, or of the parts it is cut into, major to
+    minor."""
+    if len(sizes) == 1:
+        return [(axis, sizes[0])]
+    major = [1, *itertools.accumulate(sizes, operator.mul)]
+    return [(part_name(axis, m, k), k) for m, k in zip(major, sizes, strict=False)]
+
+
+def uncut(axis: str) -> MeshError:
+    """Return the error for parts of an axis that has speeds or shares."""
+    return MeshError(
+        f"mesh axis {axis!r} has devices of different speeds or shares, and can "
+        "have no parts",
+        fix="leave out the speeds and shares, or the parts",
+    )
+
+
+def check_axes(axes: Sequence[tuple[str, int]]) -> None:
+    """Raise MeshError unless names are unique, sizes positive, and the parts of an axis
+    follow each other."""
+    names = [name for name, _ in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise MeshError(f"mesh axis {name!r} appears twice", fix=FORM)
+    for name, size in axes:
+        if size < 1:
+            raise MeshError(f"mesh axis {name!r} has size {size}", fix=FORM)
+    before, end = "", 1
+    axes_so_far: list[str] = []
+    for name, size in axes:
+        axis, major, part = split_name(name) or (name, 1, size)
+        end = end if axis == before else 1
+        follows = major == end and (axis == before or axis not in axes_so_far)
+        if part != size or ":" in axis or not follows:
+            raise MeshError(
+                f"mesh axis {name!r} of size {size} is no part that follows",
+                fix='write axes of parts as "tp=2*2"',
+            )
+        axes_so_far.append(axis)
+        before, end = axis, end * size
+
+
+def check_numbers(
+    axes: Sequence[tuple[str, int]],
+    numbers_by_axis: Sequence[tuple[float, ...] | None],
+    what: str,
+    fix: str,
+) -> None:
+    """Raise MeshError unless speeds or shares, ``what``, are positive numbers, one for
+    each rank of an axis."""
+    if len(numbers_by_axis) != len(axes):
+        raise MeshError(
+            f"{what} of {len(numbers_by_axis)} axes for {len(axes)} axes",
+            fix="give a tuple or None for each axis",
+        )
+    for (name, size), numbers in zip(axes, numbers_by_axis, strict=True):
+        if numbers is None:
+            continue
+        if len(numbers) != size:
+            raise MeshError(
+                f"mesh axis {name!r} has {len(numbers)} {what} for {size} ranks",
+                fix=fix,
+            )
+        for number in numbers:
+            if not 0 < number < math.inf:
+                raise MeshError(
+                    f"mesh axis {name!r} has a rank of {what[:-1]} {number}",
+                    fix=fix,
+                )
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class OpFacts:
     seq_first: bool = False
     # It communicates between ranks.
     communicates: bool = False
-    # Its work for each element, a class of ``hardware.LIGHT``.
+    # Its work for each element, a class of ``hardware_table.LIGHT``.
     work: str = "step"
     # For a pool and its backward, the position of the window argument; ``work`` is
     # done for each element of each window.

@@ -14,8 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import MeshError, OptionError
-from fxpar.sharding.axis_parts import axis_of
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 
 PIPELINE = ("pp", "stage")
 

@@ -96,8 +96,8 @@ def _readers(program: Program) -> dict[int, Path]:
     """Return op -> module for ops that read a parameter or buffer, or a value made of
     one alone."""
     owned: dict[int, Path] = {}
-    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-        if v is not None and declared.kind in ("parameter", "buffer"):
+    for declared, v in program.tensor_inputs:
+        if declared.kind in ("parameter", "buffer"):
             owned[v] = tuple(declared.name.split("."))[:-1]
     out = {}
     for op in program.ops:
@@ -168,11 +168,7 @@ def describe(
     modules = owners(program)
     nodes = _node_plans(decision, modules)
 
-    fed = [
-        (declared, v)
-        for declared, v in zip(signature.inputs, program.inputs, strict=True)
-        if v is not None
-    ]
+    fed = program.tensor_inputs
     plain = [
         decision.settled[v] if declared.at_rest is None else edges.specs[v]
         for declared, v in fed

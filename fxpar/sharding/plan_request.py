@@ -1,39 +1,147 @@
-"""Holds a request to plan as data: a ``Request``.
+"""Holds a request to plan as data: a ``Request``, with the meshes that a search may
+choose from.
 
 It pickles, so that a rank can send it and a test can hold it.
-In: a mesh, or meshes that a search may choose from; layouts of inputs and outputs;
-hints; the mode; the user's ``Options``.
-Out: the Request, its mesh and signature as they are planned.
+In: a mesh, or text such as ``"auto:4x8"`` (nodes x devices) with the hardware; layouts
+of inputs and outputs; hints; the mode; the user's ``Options``.
+Out: the Request, its mesh and signature as they are planned; the factorisations of the
+ranks into axes, fewest axes first.
 Never: plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fxpar.config import Options
-from fxpar.errors import DeviceError
+from fxpar.errors import DeviceError, MeshError
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.manual_axes import ManualAxes, planned_signature
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import Pipeline, pipeline_axis, split_off
+from fxpar.sharding.pipeline_axis import Pipeline, is_pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import expert_axes
 from fxpar.sharding.rest_over_stages import of_one_stage
-from fxpar.sharding.search.mesh_candidates import (
-    candidates,
-    in_nodes,
-    read_auto,
-    staged_candidates,
-)
 from fxpar.sharding.search.run_search import SearchOptions
+
+_FORM = 'write FXPAR_MESH="auto", or "auto:4x8" for 4 nodes of 8 devices'
+_AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
+
+# Names of the outer, the middle and the inner axis. Where each rank feeds its own
+# part of the batch, every axis is one of the batch by its name.
+NAMES = ("dp", "cp", "tp")
+# The most places that stages are tried on.
+MOST_PLACES = 32
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Is a mesh to be chosen."""
+
+    # Number of ranks; None: as many as there are.
+    ranks: int | None = None
+    # Devices of a node; None: as the hardware has them.
+    devices: int | None = None
+
+
+def read_auto(mesh: Any) -> Auto | None:
+    """Return the request that text such as ``"auto:4x8"`` makes; None for any other
+    mesh.
+
+    Raises MeshError if text begins so and cannot be read.
+    """
+    if not isinstance(mesh, str) or not mesh.strip().startswith("auto"):
+        return None
+    text = mesh.strip()
+    match = _AUTO.fullmatch(text)
+    if match is None:
+        if "=" in text:  # an axis of such a name
+            return None
+        raise MeshError(f"cannot read mesh {mesh!r}", fix=_FORM)
+    first, devices = (int(n) if n else None for n in match.groups())
+    return Auto(first * (devices or 1) if first else None, devices)
+
+
+def in_nodes(hardware: Hardware, devices: int | None) -> Hardware:
+    """Return the hardware with ``devices`` in a node. Hardware whose network has a
+    single level knows no nodes and stays as it is."""
+    if devices is None or len(hardware.levels) == 1:
+        return hardware
+    *inner, node, between = hardware.levels
+    inside = [replace(x, devices=math.gcd(x.devices, devices)) for x in inner]
+    levels = (*inside, replace(node, devices=devices), between)
+    return replace(hardware, levels=levels)
+
+
+def candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
+    """Return every ordered factorisation of the ranks into at most three axes, each of
+    which is inside nodes, between nodes, or all there is."""
+    names_by_count = {1: NAMES[:1], 2: (NAMES[0], NAMES[2]), 3: NAMES}
+    node = hardware.levels[-2].devices if len(hardware.levels) > 1 else 0
+    several = node and ranks > node and ranks % node == 0
+    return tuple(
+        Mesh(tuple(zip(names_by_count[count], sizes, strict=True)))
+        for count in names_by_count
+        for sizes in _splits(ranks, count)
+        if count == 1 or not several or _is_within_nodes(sizes, node)
+    )
+
+
+def staged_candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
+    """Return meshes with an outer axis of stages and every candidate of at most two
+    axes inside a stage."""
+    return tuple(
+        Mesh((("pp", places), *(axis for axis in inner.axes if axis[1] > 1)))
+        for places in range(2, min(ranks, MOST_PLACES) + 1)
+        if ranks % places == 0
+        for inner in candidates(ranks // places, hardware)
+        if len(inner.axes) <= 2
+    )
+
+
+def _splits(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield ordered factorisations into ``count`` sizes above 1; 1 itself into one."""
+    if count == 1:
+        yield (ranks,)
+        return
+    for first in range(2, ranks // 2 + 1):
+        if ranks % first == 0:
+            for others in _splits(ranks // first, count - 1):
+                yield (first, *others)
+
+
+def _is_within_nodes(sizes: Sequence[int], node: int) -> bool:
+    stride = 1
+    for size in reversed(sizes):
+        if stride % node and node % (stride * size):
+            return False
+        stride *= size
+    return True
+
+
+def distinct(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
+    """Return the meshes without those that differ from an earlier one only in the order
+    of axes with one kind of link: where nothing names an axis, their plans take the
+    same time."""
+    first: dict[Any, Mesh] = {}
+    for mesh in meshes:
+        links = hardware.links(mesh)
+        axes = [
+            (is_pipeline(name), size, link)
+            for (name, size), link in zip(mesh.axes, links, strict=True)
+        ]
+        first.setdefault(tuple(sorted(axes, key=repr)), mesh)
+    return tuple(first.values())
+
 
 Mode = str | SearchOptions | Plan
 
@@ -153,6 +261,19 @@ class Request:
         places = self.pipeline.places
         return schedules.order_for(self.pipeline_order, places, parts)
 
+    def with_open_mesh(self, mesh: Mesh) -> Request:
+        """Return the request for a mesh that its mode chooses. ``mesh``: all ranks
+        along one axis, the first of its choices."""
+        mode = self.mode
+        if isinstance(mode, SearchOptions):
+            staged = staged_candidates(mesh.size, mode.hardware)
+            meshes = candidates(mesh.size, mode.hardware)
+            return replace(self, meshes=meshes, staged=staged)
+        meshes = (mesh,)
+        if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
+            meshes = tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
+        return replace(self, meshes=meshes)
+
     def on(self, mesh: Mesh) -> Request:
         """Return the request for one of ``meshes`` or of ``staged``."""
         if pipeline_axis(mesh) is None:
@@ -188,24 +309,6 @@ def known_machine(options: Options, ranks: int) -> Hardware | None:
         return machine(options, ranks)
     except DeviceError:
         return None
-
-
-def choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """Return the meshes a plan of this mode may choose from, first ``mesh``, which has
-    all ranks along one axis."""
-    if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
-        return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
-    if isinstance(mode, SearchOptions):
-        return candidates(mesh.size, mode.hardware)
-    return (mesh,)
-
-
-def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
-    """Return the meshes with an axis of stages that a plan of this mode may choose
-    from. ``mesh``: all ranks along one axis."""
-    if isinstance(mode, SearchOptions):
-        return staged_candidates(mesh.size, mode.hardware)
-    return ()
 
 
 def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:

@@ -210,6 +210,18 @@ class Program:
     balances: bool = False
 
     @cached_property
+    def tensor_inputs(self) -> list[tuple[Input, int]]:
+        """Return the inputs that are tensors, each with its value."""
+        pairs = zip(self.signature.inputs, self.inputs, strict=True)
+        return [(declared, v) for declared, v in pairs if v is not None]
+
+    @cached_property
+    def tensor_outputs(self) -> list[tuple[Output, int]]:
+        """Return the outputs that are tensors, each with its value."""
+        pairs = zip(self.signature.outputs, self.outputs, strict=True)
+        return [(declared, v) for declared, v in pairs if v is not None]
+
+    @cached_property
     def returned(self) -> frozenset[int]:
         """Return the values among the outputs."""
         return frozenset(v for v in self.outputs if v is not None)

@@ -18,10 +18,9 @@ import torch
 
 from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
 from fxpar.sharding.decide import decide_on
 from fxpar.sharding.hints import axes_of
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of, part_name, parts_among
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, is_view, user_line
 from fxpar.sharding.propagate.conventions import (

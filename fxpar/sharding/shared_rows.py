@@ -3,7 +3,7 @@ gradients, which are put into zeros and added up.
 
 Slices with equally many rows may share an exchange; so may sums, the gradients of
 slices. ``passes.local.share_exchanges`` chooses those that share in a local graph, and
-a search prices the same choice (``search.exchange_groups``).
+a search prices the same choice (``search.formulate``).
 In: how ops move rows (``RowMoves``, ``Exchange``). Out: the exchange of the window of
 rows that all of them reach, and whether it takes less time than one exchange for each.
 Never: looks at graphs.

@@ -2,7 +2,7 @@
 plus partial axes.
 
 Written as JAX writes a PartitionSpec: ``Spec("dp", None, ("tp", "sp"))``. Axes on one
-dim go major to minor; ``"tp:2"`` is a part of one (``axis_parts``). A partial axis
+dim go major to minor; ``"tp:2"`` is a part of one (see ``mesh``). A partial axis
 means that each rank along it holds a summand (or another unreduced operand) of the
 value.
 In: axes, text, or DTensor placements. Out: specs, local shapes, slices, placements.
@@ -19,8 +19,7 @@ from functools import cached_property
 
 from fxpar.errors import SpecError
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.axis_parts import full_name, is_name, overlapping
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, full_name, is_name, overlapping
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
@@ -94,6 +93,12 @@ class Spec:
             axis for axis, _ in self.partial
         )
 
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Return the kinds of its reductions: an average and a sum are one kind, since
+        they commute. With several the spec does not say which comes first."""
+        return frozenset("sum" if op == "avg" else op for _, op in self.partial)
+
     @property
     def is_whole(self) -> bool:
         return not self.axes
@@ -106,6 +111,11 @@ class Spec:
         return Spec.of(
             [[a for a in dim if a not in axes] for dim in self.dims], self.partial
         )
+
+    def clear_of(self, axes: Collection[str]) -> Spec:
+        """Return the spec without some axes, on dims and as reductions."""
+        partial = [(axis, op) for axis, op in self.partial if axis not in axes]
+        return Spec.of(self.without(axes).dims, partial)
 
     def refined(self, mesh: Mesh) -> Spec:
         """Return the spec in axes of a refined mesh. Raises MeshError as

@@ -9,7 +9,7 @@ Never: chooses a strategy.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -31,6 +31,14 @@ class Strategy:
     @cached_property
     def axes_of(self) -> dict[str, Axes]:
         return dict(self.factors)
+
+
+def without_axes(
+    factors: Iterable[tuple[str, Axes]], axes: Container[str]
+) -> tuple[tuple[str, Axes], ...]:
+    """Return the axes by factor without some axes."""
+    rest = ((f, tuple(a for a in split if a not in axes)) for f, split in factors)
+    return tuple((f, split) for f, split in rest if split)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -19,7 +19,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
-from fxpar.sharding.cost.launch import Launches
+from fxpar.sharding.cost.fused_kernels import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.toy_blocks import BLOCKS

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar
-from fxpar.sharding.cost.hardware import Peak
-from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.cost.hardware_table import Peak, lookup
 from fxpar.sharding.cost.op import flops_of
 from fxpar.sharding.cost.program_kernels import flops_of_op, seconds, work_alone
 from fxpar.sharding.cost.visible_pairs import visible_pairs

@@ -137,6 +137,8 @@ def test_settings_of_inductor() -> None:
         ({"mesh": 4}, "dp=2,tp=4"),
         ({"outputs": "local"}, "use global or dtensor"),
         ({"timeout": "nan"}, "use a number above 0"),
+        ({"search_seconds": float("inf")}, "use a number above 0"),
+        ({"memory": "inf"}, "use a number above 0"),
         ({"microbatches": "\u00b2"}, "use a whole number from 1 on"),
         ({"inductor": "max-autotun"}, "did you mean 'max-autotune'"),
         ({"inductor": "lite"}, "fxpar needs fallback_by_default=False"),

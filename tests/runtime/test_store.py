@@ -25,8 +25,7 @@ from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import ops as rule_table
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan_request import Request
-from fxpar.sharding.search.mesh_candidates import candidates
+from fxpar.sharding.plan_request import Request, candidates
 from fxpar.sharding.search.run_search import SearchOptions
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch

@@ -13,10 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import MeshError, SpecError
 from fxpar.passes.simulate.emulate_collectives import scatter
-from fxpar.sharding.axis_parts import full_name, overlapping, split_name
 from fxpar.sharding.cost.collectives import KINDS, along
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, full_name, overlapping, split_name
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
 

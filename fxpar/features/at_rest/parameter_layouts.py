@@ -17,9 +17,8 @@ from torch import nn
 
 from fxpar.errors import HintError, MeshError
 from fxpar.option_values import nearest
-from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.hints import Entries, Hint, axes_of, check, check_chunks, read
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, parts_among
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.propagate.at_rest import FEW, at_rest, is_worth_chunks
 from fxpar.sharding.propagate.conventions import batch_axes

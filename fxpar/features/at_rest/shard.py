@@ -54,9 +54,9 @@ from fxpar.sharding.hints import (
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.plan_request import read_auto
 from fxpar.sharding.program import Input
 from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
 

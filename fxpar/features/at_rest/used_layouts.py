@@ -56,9 +56,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Mode,
     Request,
-    choices,
     plan_mode,
-    staged_choices,
 )
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -92,8 +90,6 @@ def decided(
         read_signature(module.graph, declare, *ends),
         hints,
         mode,
-        meshes=choices(ranks.mesh, mode) if ranks.open else (),
-        staged=staged_choices(ranks.mesh, mode) if ranks.open else (),
         pipeline_schedule=AUTO_SEPARATE,
         microbatches=options.microbatches,
         free_along_stages="split",
@@ -102,6 +98,8 @@ def decided(
         rank=ranks.rank,
         options=Options(hardware=options.hardware),
     )
+    if ranks.open:
+        request = request.with_open_mesh(ranks.mesh)
     return plan(module.graph, fake_mode, request).decided
 
 

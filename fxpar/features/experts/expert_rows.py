@@ -8,13 +8,12 @@ changes a row that has an axis.
 
 from __future__ import annotations
 
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import EXPERT_MM
-from fxpar.sharding.propagate.propagation import Propagation
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Propagation, Seed
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.strategy import Strategy, operand_spec

@@ -34,7 +34,7 @@ from fxpar.features.stages.stage_kinds import (
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
 from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.hints import pins_unfit

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpar.errors import MeshError
-from fxpar.sharding.axis_parts import axis_of
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.propagate.conventions import batch_axes

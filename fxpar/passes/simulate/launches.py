@@ -33,8 +33,7 @@ from fxpar.graph import exact_ops
 from fxpar.graph import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
 from fxpar.passes.lower import LOWERINGS
-from fxpar.sharding.cost.fused_kernels import KernelReader, TensorView
-from fxpar.sharding.cost.launch import Launches
+from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
 from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.mesh import Mesh

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
-from fxpar.sharding.cost.launch import Buffer, Launch, Launches
+from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Signature

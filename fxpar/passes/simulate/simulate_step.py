@@ -35,8 +35,8 @@ from fxpar.passes.rank_sizes import sized
 from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.fused_kernels import Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.launch import Launch, Launches
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis

@@ -16,7 +16,7 @@ from fxpar.config import Options, variable_of
 from fxpar.errors import RankMismatchError
 from fxpar.runtime.ranks import consensus, worlds
 from fxpar.runtime.ranks.groups import Ranks
-from fxpar.sharding.search.mesh_candidates import read_auto
+from fxpar.sharding.plan_request import read_auto
 
 
 def options_text(options: Options, ranks: Ranks) -> str:

@@ -37,8 +37,8 @@ from fxpar.runtime.ranks.worlds import World
 from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import with_planned_axis
+from fxpar.sharding.plan_request import read_auto
 from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

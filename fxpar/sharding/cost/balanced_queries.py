@@ -10,7 +10,7 @@ graph.
 from __future__ import annotations
 
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of, query_position
 from fxpar.sharding.cost.visible_pairs import has_causal_mask
 from fxpar.sharding.mesh import Mesh

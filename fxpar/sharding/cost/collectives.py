@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from fxpar.sharding.axis_parts import axis_of
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.mesh import Link, Mesh, axis_of
 
 # Bytes of a full bucket of collectives that are joined, as if each rank held them
 # whole. A larger tensor is sent alone: there the bandwidth of the link counts and not

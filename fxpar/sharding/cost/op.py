@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
 from fxpar._torch.symbols import hint_numel, hint_shape
-from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
+from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.visible_pairs import (
     hidden_share,
     is_packed,

@@ -29,9 +29,8 @@ from torch import fx
 
 from fxpar.sharding import shard_sizes, shift_messages
 from fxpar.sharding.cost.balanced_queries import swap_seconds
-from fxpar.sharding.cost.fused_kernels import KernelReader, TensorView
-from fxpar.sharding.cost.hardware import NO_DIMS, Hardware, ProductDims
-from fxpar.sharding.cost.launch import Buffer, Launch
+from fxpar.sharding.cost.fused_kernels import Buffer, KernelReader, Launch, TensorView
+from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
     Shapes,
     dims_of,

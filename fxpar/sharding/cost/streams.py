@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpar.sharding.axis_parts import axis_of
+from fxpar.sharding.mesh import axis_of
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from fxpar.sharding.constant_values import constants_of
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import Work, seconds, work_alone
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import can_rest_as_read, derived, resting
-from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec

@@ -23,8 +23,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
-from fxpar.sharding.propagate.propagation import Propagation
-from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.propagate.propagation import Propagation, State
 from fxpar.sharding.reshard.route import Edges
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
@@ -108,14 +107,14 @@ def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
 
 def settle_at_rest(engine: Propagation) -> None:
     """Give parameters, and values made of them alone, the axes they have at rest."""
-    program, signature = engine.program, engine.program.signature
+    program = engine.program
     seeds, parameters = [], resting(program)
-    for declared, v in zip(signature.inputs, program.inputs, strict=True):
+    for declared, v in program.tensor_inputs:
         if v in parameters and declared.at_rest is not None:
             seeds.append((v, declared.at_rest, f"{declared.name} at rest"))
     gradients = set()
-    for out, v in zip(signature.outputs, program.outputs, strict=True):
-        if v is not None and out.kind == "gradient" and out.at_rest is not None:
+    for out, v in program.tensor_outputs:
+        if out.kind == "gradient" and out.at_rest is not None:
             gradients.add(v)
             seeds.append((v, out.at_rest, f"gradient of {out.name} at rest"))
     if seeds:
@@ -162,11 +161,10 @@ def lie_as_read(
 
 def resting(program: Program) -> set[int]:
     """Return values of the parameters of which each rank holds a part."""
-    pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return {
         v
-        for declared, v in pairs
-        if v is not None and declared.kind == "parameter" and declared.is_sharded
+        for declared, v in program.tensor_inputs
+        if declared.kind == "parameter" and declared.is_sharded
     }
 
 
@@ -184,7 +182,7 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
     this program uses; none if there are no such parameters."""
     names = {
         v: declared.name
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        for declared, v in program.tensor_inputs
         if v in resting(program)
     }
     roots = {v: frozenset({v}) for v in names}
@@ -223,9 +221,8 @@ def gathered_again(program: Program) -> set[int]:
     two little else is gathered: such values would be dropped and gathered again at once
     (FSDP2 keeps the parameters of its root gathered for this reason).
     """
-    pairs = zip(program.signature.inputs, program.inputs, strict=True)
-    free = {v for x, v in pairs if x.kind == "parameter" and x.at_rest is None}
-    stored = resting(program) | {v for v in free if v is not None}
+    parameters = [x for x in program.tensor_inputs if x[0].kind == "parameter"]
+    stored = resting(program) | {v for x, v in parameters if x.at_rest is None}
     if not stored:
         return set()
     parameter_values, backward = derived(program, stored), program.backward

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.program import Op, Program, Value
-from fxpar.sharding.propagate.propagation import Propagation
-from fxpar.sharding.propagate.propagation_state import FIRST, Seed
+from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
 from fxpar.sharding.shard_sizes import can_split, idle, is_even
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
@@ -66,11 +64,10 @@ def sequence_axes(mesh: Mesh) -> Axes:
 def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:
     """Return inputs without a stated use; with ``fed`` also those with one, such as
     inputs of which each rank feeds a part."""
-    pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return [
         program.values[v]
-        for declared, v in pairs
-        if v is not None and declared.kind == "input" and (fed or declared.use is None)
+        for declared, v in program.tensor_inputs
+        if declared.kind == "input" and (fed or declared.use is None)
     ]
 
 
@@ -226,9 +223,7 @@ def parameter_roots(program: Program) -> dict[int, int]:
     """Return values that are a parameter up to casts and views -> the parameter's
     value."""
     roots = {
-        v: v
-        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None and declared.kind == "parameter"
+        v: v for declared, v in program.tensor_inputs if declared.kind == "parameter"
     }
     for op in program.ops:
         if len(op.operands) == 1 and op.operands[0] in roots and op.rule.passages:

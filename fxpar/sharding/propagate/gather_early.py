@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpar.sharding.cost import program_kernels
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program, is_view

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.sharding.cost import program_kernels
-from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived
 from fxpar.sharding.propagate.conventions import TIME
-from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import connect, price, reshard_seconds
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec

@@ -25,16 +25,21 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fxpar.sharding.axis_parts import axis_of, split_name
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of, split_name
 from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate.at_rest import alone
-from fxpar.sharding.propagate.propagation_state import State
+from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.solver.min_cut import minimum_cut
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    fits,
+    operand_spec,
+    result_spec,
+    without_axes,
+)
 
 # By value, the (axis, reduction) pairs it stays partial over.
 Kept = Mapping[int, Sequence[tuple[str, str]]]
@@ -102,13 +107,8 @@ def _reduced_into(spec: Spec, target: Spec, axes: set[str]) -> Spec:
 def _with_pass(strategy: Strategy, axis: str, reduction: str, passage: int) -> Strategy:
     """Return ``strategy`` with ``axis`` passing through as partial instead of
     splitting."""
-    factors = tuple(
-        (f, tuple(a for a in axes if a != axis)) for f, axes in strategy.factors
-    )
-    return Strategy(
-        tuple((f, axes) for f, axes in factors if axes),
-        (*strategy.passes, (axis, reduction, passage)),
-    )
+    passes = (*strategy.passes, (axis, reduction, passage))
+    return Strategy(without_axes(strategy.factors, (axis,)), passes)
 
 
 class _Region:
@@ -225,11 +225,10 @@ def _is_possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether all tensors can be laid out by the strategy: without the passing
     axis a minor factor may no longer be contiguous, and reductions of two kinds do not
     commute."""
-    kinds = {
-        "sum" if op == "avg" else op
-        for i in range(len(rule.results))
-        for _, op in result_spec(rule, strategy, i).partial
-    }
+    results = range(len(rule.results))
+    kinds = frozenset[str]().union(
+        *(result_spec(rule, strategy, i).kinds for i in results)
+    )
     return len(kinds) == 1 and fits(rule, strategy.axes_of, mesh)
 
 
@@ -329,16 +328,14 @@ def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
     return parts.values()
 
 
-def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
+def _reduced_outputs(program: Program, axis: str) -> set[int]:
     """Return the outputs, except those whose layout between steps is partial over the
     axis."""
-    signature = program.signature
 
     def can_be_partial(out: Output) -> bool:
         return out.at_rest is not None and (axis, "sum") in out.at_rest.partial
 
-    declared = zip(signature.outputs, program.outputs, strict=True)
-    return {v for out, v in declared if not can_be_partial(out)}
+    return {v for out, v in program.tensor_outputs if not can_be_partial(out)}
 
 
 def _passing(program: Program, region: _Region, reached: Collection[_Node]) -> _Passing:

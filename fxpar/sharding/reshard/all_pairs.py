@@ -27,21 +27,26 @@ from fxpar.errors import SpecError
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard import one_pair
-from fxpar.sharding.reshard.moves import (
+from fxpar.sharding.reshard.steps import (
+    ALONE,
+    KINDS,
+    Alone,
     Dims,
     Layout,
     Move,
     Pending,
+    Step,
     Token,
     Tokens,
     as_step,
     axes_of_tokens,
     count,
-    curve,
+    curve_of,
+    front,
     moves,
     seconds,
+    written,
 )
-from fxpar.sharding.reshard.steps import ALONE, KINDS, Alone, Step, front, written
 from fxpar.sharding.spec import Spec
 
 # The most axes of more than one rank: with more there are too many specs to list.
@@ -114,7 +119,7 @@ def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
         np.array([place.get(_node(s, mesh), -1) for s in specs], int),
         np.array([place.get(_node(s.without_partial(), mesh), -1) for s in specs], int),
         np.array([uneven or not s.is_even(mesh, shape) for s in specs], bool),
-        tuple(frozenset(_kinds(s)) for s in specs),
+        tuple(s.kinds for s in specs),
         tuple(_split_specs(specs, mesh)),
     )
 
@@ -190,7 +195,7 @@ def path(
         return None
     place, nodes = _places(mesh, len(shape)), _nodes(mesh, len(shape))
     node, end = place.get(_node(source, mesh)), place.get(_node(target, mesh))
-    ops = _ops(source) | _ops(target)
+    ops = {op for _, op in (*source.partial, *target.partial)}
     if node is None or end is None or len(ops) > 1:
         return None
     op = next(iter(ops), "sum")
@@ -243,20 +248,10 @@ def _one(
         return math.inf
 
 
-def _ops(spec: Spec) -> set[str]:
-    return {op for _, op in spec.partial}
-
-
-def _kinds(*specs: Spec) -> set[str]:
-    """Return the kinds of reductions; an average and a sum are one kind, since they
-    commute."""
-    return {"sum" if op == "avg" else op for spec in specs for op in _ops(spec)}
-
-
 def _node(spec: Spec, mesh: Mesh) -> Layout | None:
     """Return the node of a spec in the graph, where all reductions are of one kind;
     None if it has none."""
-    if len(_kinds(spec)) > 1:
+    if len(spec.kinds) > 1:
         return None
     whole = _axes(mesh)
     if any(a not in whole and mesh.axis_size(a) > 1 for a in spec.axes):
@@ -387,7 +382,7 @@ def _hops(
     for (kind, tokens, late), (i, j, share) in groups.items():
         cost: np.ndarray | float = 0.0
         if kind:
-            cost = curve(kind, tokens, mesh, late, alone).seconds(nbytes * share)
+            cost = curve_of(kind, tokens, mesh, late, alone).seconds(nbytes * share)
         cost = np.where(fits[i] & fits[j], cost, np.inf)
         np.minimum.at(out, (i, j), cost)
     return out

@@ -22,11 +22,13 @@ from fxpar.errors import SpecError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import bound
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard.moves import (
+from fxpar.sharding.reshard.steps import (
+    KINDS,
     Dims,
     Layout,
     Move,
     Pending,
+    Step,
     Token,
     Tokens,
     agree,
@@ -35,12 +37,12 @@ from fxpar.sharding.reshard.moves import (
     axes_of_tokens,
     count,
     cut,
+    front,
     joined,
     missing,
     moves,
     seconds,
 )
-from fxpar.sharding.reshard.steps import KINDS, Step, front
 from fxpar.sharding.spec import Spec
 
 # Bytes for which latency decides, and bytes for which bandwidth does.
@@ -49,9 +51,6 @@ _SIZES = (1.0, 2.0**44)
 # With more axes out of place than this, distance to the goal guides the search: tens of
 # milliseconds rather than seconds, for routes a few percent dearer on average.
 _EXACT = 6
-
-# Partial axes may be reduced in any order if their reductions are of one kind.
-_COMMUTES = {"avg": "sum"}
 
 Moves = tuple[Move, ...]
 
@@ -115,8 +114,8 @@ def _pose(
     ``front`` of the shape.
     """
     before, after = dict(source.partial), dict(target.partial)
-    for spec, ops in ((source, before), (target, after)):
-        if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
+    for spec in (source, target):
+        if len(spec.kinds) > 1:
             raise SpecError(
                 f"{spec} does not say which reduction comes first",
                 fix="reduce one of them before the other arises",

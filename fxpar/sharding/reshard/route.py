@@ -160,7 +160,7 @@ class _Versions:
         exist = self.exist[v]
         for axes in self.unequal_axes:
             if not any(axes.isdisjoint(spec.axes) for spec in exist):
-                self._add(v, exist[0], _without(exist[0], axes), reader, output)
+                self._add(v, exist[0], exist[0].clear_of(axes), reader, output)
             exist = [x for x in self.exist[v] if axes.isdisjoint(x.axes)]
         exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
@@ -184,7 +184,7 @@ class _Versions:
         origin = self.raw_specs[v]
         shared = self.manual.intersection(need.sharded_axes)
         others = {axis for axis in (*origin.axes, *need.axes) if axis not in shared}
-        if origin.partial or origin.without(others) != _without(need, others):
+        if origin.partial or origin.without(others) != need.clear_of(others):
             return False
         part = origin.without(self.manual - shared)
         if part not in self.exist[v]:
@@ -207,10 +207,10 @@ class _Versions:
         first = self.raw_specs[v]
         unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
-            bare = _without(need, axes)
+            bare = need.clear_of(axes)
             self.get(v, bare, reader, output)
             return bare
-        source = _without(need, [axis for axis, _ in unreduced])
+        source = need.clear_of([axis for axis, _ in unreduced])
         source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
             self._add(v, first, source, reader, output)
@@ -235,12 +235,6 @@ class _Versions:
         early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
         self.reshards.append(Reshard(v, source, target, reader, output, early))
-
-
-def _without(spec: Spec, axes: Collection[str]) -> Spec:
-    """Return the spec without some axes, on dims and as reductions."""
-    dims = spec.without(axes).dims
-    return Spec.of(dims, [(a, op) for a, op in spec.partial if a not in axes])
 
 
 def connect(
@@ -268,8 +262,8 @@ def connect(
     for v in averaged:  # of experts, ranks have sums of their own already
         means = [(axis, "avg") for axis in manual if axis not in specs[v].sharded_axes]
         specs[v] = Spec.of(specs[v].dims, (*specs[v].partial, *means))
-    for declared, value in zip(signature.inputs, program.inputs, strict=True):
-        if value is not None and declared.at_rest is not None:
+    for declared, value in program.tensor_inputs:
+        if declared.at_rest is not None:
             specs[value] = declared.at_rest
     rest_specs = [
         None if v is None else out.spec(settled[v])

@@ -231,12 +231,11 @@ class PartProgram:
         """Return how inputs, and gradients of them, are stored along the axis of
         stages."""
         signature, out = self.whole.signature, dict[int, str]()
-        for result, v in zip(signature.outputs, self.whole.outputs, strict=True):
-            if v is not None and result.kind == "gradient" and result.of is not None:
+        for result, v in self.whole.tensor_outputs:
+            if result.kind == "gradient" and result.of is not None:
                 out[v] = self._along_at_rest(signature.inputs[result.of])
-        for declared, v in zip(signature.inputs, self.whole.inputs, strict=True):
-            if v is not None:
-                out[v] = self._along_at_rest(declared)
+        for declared, v in self.whole.tensor_inputs:
+            out[v] = self._along_at_rest(declared)
         return out
 
     def _along_at_rest(self, declared: Input) -> str:

@@ -91,8 +91,8 @@ def _read_spans(
         for b in {kernels.base[v] for v in op.operands}:
             out[b] = _widened(out.get(b), kernels.runs[op.index])
     end = len(program.ops)
-    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
-        if v is not None and result.kind != "gradient":
+    for result, v in program.tensor_outputs:
+        if result.kind != "gradient":
             b = kernels.base[v]
             late = b in program.producers and program.producers[b][0] in backward
             out[b] = _widened(out.get(b), (NEVER, end) if late else (end, NEVER))
@@ -151,8 +151,8 @@ def _copies(
 
 def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
     out, end = [], len(program.ops) + 1
-    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
-        if result.kind == "gradient" and v is not None:
+    for result, v in program.tensor_outputs:
+        if result.kind == "gradient":
             begin = kernels.written_at(kernels.base[v])
             out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out

@@ -1,28 +1,42 @@
-"""Runs the search: formulate, tie, solve, decode.
+"""Runs the search: formulate, tie, solve, decode; then ranks plans that may be faster
+than the cheapest one once communication overlaps.
 
 In: a Program, a Mesh, and ``SearchOptions``. Out: ``SearchResult``: strategies, specs,
 and the solved problem, from which explanations are made. Its seconds are those of work
 (``work_clock``), so that the same program has the same plan on every run; one rank
-searches and sends the others its plan. Never: changes or runs a graph.
+searches and sends the others its plan.
+
+Layers that repeat are tied, forward and backward each by itself: ops are compared by
+target, rule, shapes and dtypes. Ties guide the search and constrain no answer.
+
+The additive problem knows no overlap: it pays for a gradient's reduction though the
+backward hides it. So plans that are the best with such communication at a discount are
+``rivals``, and plans are ranked at one (``nearest``). The steps of those that are near
+are predicted in ``fxpar.choose_plan``. Never: changes or runs a graph, or leaves the
+memory limit.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
 
 from fxpar.errors import PlanError
+from fxpar.layers import numbered, rows_of_layers
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.ties import repeated, ties
 from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.solver import (
     Infeasible,
@@ -36,6 +50,98 @@ from fxpar.sharding.solver.problem import peak, tie
 from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
+
+# Kinds of nodes of which a value may have several.
+_SEVERAL = ("copy", "exchange")
+
+
+def repeated(program: Program, backward: Collection[int]) -> list[int]:
+    """Return for each op its counterpart in the first of the layers that it is in."""
+    shapes = [(value.shape, value.dtype) for value in program.values]
+    labels = numbered(
+        (op.target, op.rule, *map(shapes.__getitem__, op.tensors), op.index in backward)
+        for op in program.ops
+    )
+    tied = list(range(len(labels)))
+    for begin, end, distance in rows_of_layers(labels):
+        for i in range(begin, end):
+            tied[i] = begin + (i - begin) % distance
+    return tied
+
+
+def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
+    """Return for each node of a problem the node it is tied to, given the ties of
+    ops."""
+    program = formulation.program
+    value = _values(program, tied)
+    index: dict[tuple[str, int, int], int] = {}
+    nth: dict[int, int] = {}  # node -> which of its kind it is of its value
+    count: Counter[tuple[str, int]] = Counter()
+    for i, node in enumerate(formulation.nodes):
+        if node.kind in _SEVERAL:
+            nth[i] = count[node.kind, node.of]
+            count[node.kind, node.of] += 1
+            index[node.kind, node.of, nth[i]] = i
+        elif node.kind != "value":
+            index[node.kind, node.of, 0] = i
+    for v, (forward, backward) in formulation.settling.items():
+        index["value", v, forward] = index["settled", v, 0] = forward
+        index["settled", v, 1] = backward
+    inputs = {v: k for k, v in enumerate(program.inputs) if v is not None}
+    outputs = {v: k for k, v in enumerate(program.outputs) if v is not None}
+    out = list(range(len(formulation.nodes)))
+    for i, node in enumerate(formulation.nodes):
+        to: int | None = None
+        if node.kind == "op":
+            to = index["op", tied[node.of], 0]
+        elif node.kind == "value":
+            phase = int(formulation.settling[node.of][0] != i)
+            to = index.get(("settled", value.get(node.of, node.of), phase))
+        elif node.kind in _SEVERAL:
+            to = index.get((node.kind, value.get(node.of, node.of), nth[i]))
+        elif node.kind == "input":
+            k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
+            to = index.get(("input", k, 0))
+        elif node.kind == "output":
+            k = outputs.get(value.get(program.outputs[node.of], -1), node.of)
+            to = index.get(("output", k, 0))
+        if to is not None and np.array_equal(formulation.nodes[to].specs, node.specs):
+            out[i] = to
+    return _heads(out)
+
+
+def _heads(to: Sequence[int]) -> tuple[int, ...]:
+    """Return for each node the least one it is tied to through others. A parameter of
+    the first layer and one of the last, where the backward begins, name each other."""
+    heads = list(range(len(to)))
+
+    def find(i: int) -> int:
+        while heads[i] != i:
+            heads[i] = heads[heads[i]]
+            i = heads[i]
+        return i
+
+    for i, t in enumerate(to):
+        a, b = find(i), find(t)
+        heads[max(a, b)] = min(a, b)
+    return tuple(find(i) for i in range(len(heads)))
+
+
+def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:
+    """Return for each value its counterpart: for results by their op, for inputs by the
+    op that first reads them."""
+    out: dict[int | None, int] = {}
+    for op in program.ops:
+        other = program.ops[tied[op.index]]
+        if other is op:
+            continue
+        out.update(zip(op.results, other.results, strict=True))
+        for mine, theirs in zip(op.operands, other.operands, strict=True):
+            inputs = mine not in program.producers and theirs not in program.producers
+            if inputs and mine != theirs:
+                out.setdefault(mine, theirs)
+    return out
+
 
 # A plan within this gap of its bound counts as proved to be the best.
 _CLOSE = 1e-4
@@ -318,3 +424,138 @@ def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     ]
     ranks = formulation.mesh.size
     return nothing_fits(formulation.program, error.limit, held, ranks)
+
+
+Found = TypeVar("Found")
+
+# Shares of its price that communication costs where it may be hidden. Not zero: the
+# compute that hides it may be too short.
+DISCOUNTS = (0.5, 0.2, 0.02)
+# The one at which plans are ranked.
+_SHARE = DISCOUNTS[1]
+
+# Programs with more ops than _LARGE are large: their plans are ranked by full prices.
+# Plans that are estimated to take _FAR times as long as the cheapest are dropped, an
+# expert's plan only if the program has more than _SHORT ops.
+_LARGE, _FAR, _SHORT = 2500, 1.25, 200
+
+
+def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
+    """Return plans that may be faster than the cheapest one once communication
+    overlaps: those that are best with hidden communication at a discount."""
+    discounts = (_SHARE,) if is_large(result) else DISCOUNTS
+    choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
+    cheap = [_with_first(result, choice) for choice in choices]
+    closest = nearest([result, *cheap], lambda x: x)
+    return [x for x in cheap if x in closest]
+
+
+def priced_as(
+    result: SearchResult, strategies: Sequence[Strategy]
+) -> SearchResult | None:
+    """Return the search result with these strategies of all ops; None if they are not
+    in the search space, or do not fit in memory."""
+    limit = result.formulation.problem.limit
+    try:
+        solution = cost_of(result.formulation, strategies, 1.0)
+    except (Infeasible, PlanError):
+        return None
+    if limit is not None and solution.peak > limit:
+        return None
+    return _with_first(result, solution.choice)
+
+
+def _with_first(result: SearchResult, choice: Sequence[int]) -> SearchResult:
+    return replace(with_choice(result, choice), first=result.solution)
+
+
+def is_large(result: SearchResult) -> bool:
+    """Return whether lowering a plan takes longer than a search."""
+    return len(result.strategies) > _LARGE
+
+
+def nearest(
+    plans: Sequence[Found], search_of: Callable[[Found], SearchResult]
+) -> list[Found]:
+    """Return the plans that may be the fastest, sorted by estimate: the price with
+    communication that compute may hide at a discount, or the seconds of that
+    communication, if it takes longer."""
+    results = list(map(search_of, plans))
+    pairs = zip(results, map(_hidden_seconds, results), strict=True)
+    saved = 1 - _SHARE
+    times = [max(x.predicted - saved * hidden, hidden) for x, hidden in pairs]
+    most = _FAR * min(x.predicted for x in results)
+    order = sorted(range(len(plans)), key=times.__getitem__)
+    return [plans[i] for i in order if times[i] <= most]
+
+
+def can_be_faster(result: SearchResult, other: SearchResult | None) -> bool:
+    """Return whether an expert's plan can be faster than the one found. ``other``: the
+    result of ``priced_as`` for it."""
+    if len(result.strategies) <= _SHORT:
+        return True
+    if other is None:
+        return not is_large(result)
+    return other.predicted - _hidden_seconds(other) <= _FAR * result.predicted
+
+
+def _hidden_seconds(result: SearchResult) -> float:
+    """Return the price of communication that compute may hide, none for a large
+    program."""
+    if is_large(result):
+        return 0.0
+    form, choice = result.formulation, result.solution.choice
+    edges = zip(form.problem.edges, form.hidden, strict=True)
+    return sum(
+        float(form.problem.tables[table][choice[i], choice[j]])
+        for (i, j, table), is_hidden in edges
+        if is_hidden
+    )
+
+
+def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
+    """Return the result as if the search had taken this choice of its problem."""
+    strategies, settled = decode(result.formulation, choice)
+    cost, peak = evaluate(result.formulation.problem, choice)
+    gap = max(0.0, (cost - result.solution.bound) / abs(cost)) if cost else 0.0
+    solution = replace(
+        result.solution, choice=tuple(choice), cost=cost, peak=peak, gap=gap
+    )
+    return replace(
+        result, strategies=tuple(strategies), settled=tuple(settled), solution=solution
+    )
+
+
+def cheaper(
+    result: SearchResult, discounts: Sequence[float], seconds: float
+) -> list[tuple[int, ...]]:
+    """Return the plans that are best with communication that compute may hide
+    (gradients that nothing computes with, parameters gathered ahead) at these shares of
+    its price; those that fit in memory and are not known yet."""
+    problem = result.formulation.problem
+    choices: dict[tuple[int, ...], None] = {}
+    for share in discounts:
+        priced = replace(discounted(result.formulation, share), limit=None)
+        try:
+            solution = solve(priced, seconds, tolerance=1e-4)
+            if problem.limit is not None and solution.peak > problem.limit:
+                priced = replace(priced, limit=problem.limit)
+                solution = solve(priced, seconds, tolerance=1e-4)
+        except Infeasible:
+            continue
+        choices[solution.choice] = None
+    return [choice for choice in choices if choice != result.solution.choice]
+
+
+def discounted(formulation: Formulation, share: float) -> Problem:
+    """Return the problem with communication that compute may hide at a share of its
+    price."""
+    problem, tables = formulation.problem, list(formulation.problem.tables)
+    cheap: dict[int, int] = {}
+    edges = []
+    for edge, is_hidden in zip(problem.edges, formulation.hidden, strict=True):
+        if is_hidden and edge.table not in cheap:
+            cheap[edge.table] = len(tables)
+            tables.append(tables[edge.table] * share)
+        edges.append(edge._replace(table=cheap[edge.table]) if is_hidden else edge)
+    return replace(problem, edges=tuple(edges), tables=tuple(tables))

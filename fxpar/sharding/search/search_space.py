@@ -28,7 +28,7 @@ from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Value
 from fxpar.sharding.propagate.conventions import batch_axes
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
@@ -100,7 +100,7 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
             if not _can_shard(rule, strategy, mesh):
                 continue
             tensors = specs(rule, strategy)
-            if all(map(_has_one_reduction, tensors)):
+            if all(len(spec.kinds) < 2 for spec in tensors):
                 by_specs.setdefault(tensors, strategy)
     return by_specs
 
@@ -153,13 +153,6 @@ def _can_shard(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     if not all(can_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False
     return fits(rule, axes_of, mesh)
-
-
-def _has_one_reduction(spec: Spec) -> bool:
-    """Return whether a tensor is partial by one reduction at most."""
-    if len(spec.partial) < 2:
-        return True
-    return len({"sum" if op == "avg" else op for _, op in spec.partial}) == 1
 
 
 def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:

@@ -1,20 +1,88 @@
-"""Makes the error if no plan fits: what needs the memory, and which fixes need less.
+"""Says where no plan fits in memory: a lower bound on what any plan holds, and the
+error, with what needs the memory and which fixes need less.
 
-In: the entries that are live at the peak of the smallest known plan. Out: a
-TooLargeError that lists them by kind and by the user's lines, and fixes with what each
-saves, from the same bytes; "up to" marks an upper bound. Never: plans.
+``least_held``. In: entries (``memory_constraints.Entry``) of whole values, and the
+number of ranks; the ``PartProgram`` if the batch is cut. Out: the peak if ranks shared
+every value evenly and made no copies. A search on any mesh of these ranks counts at
+least as much, so if the peak is over the budget no mesh is searched.
+
+``nothing_fits``. In: the entries that are live at the peak of the smallest known plan.
+Out: a TooLargeError that lists them by kind and by the user's lines, and fixes with
+what each saves, from the same bytes; "up to" marks an upper bound. Never: plans.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from fxpar.errors import TooLargeError
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.search.memory_constraints import Entry
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
+from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 from fxpar.units import short_bytes, short_place, sizes_as_text
+
+# Kinds of entries that a plan may do without.
+_COPIES = ("gathered", "made")
+
+
+def whole_entries(
+    program: Program,
+    *,
+    keep_gathered: bool = False,
+    shared: SharedKernels | None = None,
+) -> list[Entry]:
+    """Return the entries of the whole batch. ``shared``: as
+    ``PartProgram.whole_kernels``."""
+    gathered = set() if keep_gathered else gathered_again(program)
+    key, shared = frozenset(gathered), {} if shared is None else shared
+    if key not in shared:
+        shared[key] = kernels_of(program, gathered)
+    kernels = shared[key]
+    return entries(program, kernels, program.backward, gathered)
+
+
+def least_held(
+    program: Program,
+    whole: Sequence[Entry],
+    ranks: int,
+    part: PartProgram | None = None,
+) -> list[tuple[Entry, float]]:
+    """Return the entries that are live at the peak, each with its bytes on a rank.
+    ``ranks``: how many share a value, in stages the ranks of one stage; inputs that are
+    whole at rest are not shared."""
+    live = [entry for entry in whole if entry.kind not in _COPIES]
+    if part is not None:
+        sizes = [_of_part(entry, part) for entry in live]
+        floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
+        live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
+    whole_at_rest = {
+        v
+        for declared, v in program.tensor_inputs
+        if declared.at_rest is not None and declared.at_rest.is_whole
+    }
+    changes = np.zeros(len(program.ops) + 3)
+    held = []
+    for entry in live:
+        share = entry.nbytes / (1 if entry.value in whole_at_rest else ranks)
+        held.append((entry, share))
+        changes[entry.begin] += share
+        changes[entry.end] -= share
+    at = int(changes.cumsum().argmax())
+    return [pair for pair in held if pair[0].begin <= at < pair[0].end]
+
+
+def _of_part(entry: Entry, part: PartProgram) -> Entry:
+    """Return an entry at the size of one part of the batch."""
+    if not part.cut.dims[entry.value]:
+        return entry
+    return entry.sized(entry.nbytes // part.count)
+
 
 # Name in a plan's memory of each kind of entry, in the order of the message.
 _CALLED = {
@@ -57,10 +125,8 @@ def nothing_fits(
 
 
 def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
-    inputs = zip(program.signature.inputs, program.inputs, strict=True)
-    outputs = zip(program.signature.outputs, program.outputs, strict=True)
-    names = {v: x.name for x, v in inputs}
-    names |= {v: x.name for x, v in outputs if x.kind == "gradient"}
+    names = {v: x.name for x, v in program.tensor_inputs}
+    names |= {v: x.name for x, v in program.tensor_outputs if x.kind == "gradient"}
     sizes, lines = Sizes(float), dict[str, Sizes]()
     for entry, nbytes in held:
         kind = _CALLED[entry.kind]
@@ -74,7 +140,7 @@ def _by_kind(program: Program, held: Held, need: float) -> Iterator[str]:
         yield f"    {short_bytes(sizes[kind]):>8} {kind}: {where}"
 
 
-def _place(program: Program, entry: Entry, names: Mapping[int | None, str]) -> str:
+def _place(program: Program, entry: Entry, names: Mapping[int, str]) -> str:
     """Return the name of the parameter or input that a value is or is the gradient of;
     for other values the user's line."""
     maker = program.producers.get(entry.value)
@@ -112,13 +178,13 @@ def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[st
 
 def _whole_parameters(program: Program) -> set[int]:
     """Return the parameters that every rank holds whole, and their gradients."""
-    signature, out = program.signature, set[int]()
-    for declared, v in zip(signature.inputs, program.inputs, strict=True):
+    out = set[int]()
+    for declared, v in program.tensor_inputs:
         is_whole = declared.at_rest is not None and declared.at_rest.is_whole
-        if v is not None and declared.kind == "parameter" and is_whole:
+        if declared.kind == "parameter" and is_whole:
             out.add(v)
-    for result, v in zip(signature.outputs, program.outputs, strict=True):
+    for result, v in program.tensor_outputs:
         of = program.inputs[result.of] if result.of is not None else None
-        if v is not None and result.kind == "gradient" and of in out:
+        if result.kind == "gradient" and of in out:
             out.add(v)
     return out

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpar.sharding.solver import message_passing, work_clock
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
+from fxpar.sharding.solver.network import Flat, cost_of, fits, usage_of
 
 # Seconds of work of pricing one usage.
 _PRICE = 6e-9

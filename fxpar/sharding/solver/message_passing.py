@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, flatten
-from fxpar.sharding.solver.network import build
+from fxpar.sharding.solver.network import Flat, build, cost_of, flatten
 from fxpar.sharding.solver.problem import Edge, Problem
 
 

@@ -3,7 +3,8 @@
 In: a Flat and a deadline. Out: a choice, if one was found, and a lower bound. Edge
 variables are continuous and tied to strategies by equality marginals, the strongest
 pairwise relaxation; forbidden pairs have no variable. Memory rows are added when they
-are exceeded. Never: returns a choice that does not fit.
+are exceeded. HiGHS runs in this process and lets other threads run meanwhile. Never:
+returns a choice that does not fit.
 
 The form is that of Shlezinger's local polytope as used by Zheng et al., "Alpa", OSDI
 2022, section 4.2, with the inequalities made equalities.
@@ -12,12 +13,12 @@ The form is that of Shlezinger's local polytope as used by Zheng et al., "Alpa",
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fxpar.sharding.solver import highs, work_clock
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
+from fxpar.sharding.solver import work_clock
+from fxpar.sharding.solver.network import Flat, cost_of, fits, usage_of
 
 
 class MilpSolution(NamedTuple):
@@ -65,9 +66,7 @@ def solve_program(
             top = flat.room[rows] / size
         program = {"cost": cost / scale, "whole": integrality, "gap": gap}
         program |= {"equal": marginals, "right": total, "below": below, "top": top}
-        result = highs.run(program, seconds)
-        if result is None:
-            return MilpSolution(best, bound, False)
+        result = run_highs(program, seconds)
         if result.status == 2:
             return MilpSolution(None, math.inf, True)
         if result.bound is not None:
@@ -168,3 +167,95 @@ def _read(flat: Flat, x: np.ndarray) -> np.ndarray:
         int(np.argmax(x[a:b])) for a, b in zip(flat.at[:-1], flat.at[1:], strict=True)
     ]
     return np.array(pick, np.int64)
+
+
+# Programs with no more variables end in milliseconds.
+_QUICK = 500
+# Seconds of work of a relaxation: of an entry of its matrix, of a step of its simplex
+# method.
+_ENTRY, _STEP = 3e-6, 2e-5
+# How far rounding may put an integer off.
+_ROUNDING = 1e-7
+# Seconds of work of the first node of a program, as a multiple of those of its
+# relaxation; in addition, for each entry and each variable that is no integer there,
+# times their share of all that should be. Of each further node, as a multiple of the
+# first.
+_FIRST, _BROKEN, _NODE = 2.0, 1e-6, 0.5
+
+
+class HighsAnswer(NamedTuple):
+    """Is an answer of HiGHS. ``status``: as in scipy.optimize.milp (0 optimal, 1 ended
+    by a limit, 2 infeasible)."""
+
+    status: int
+    x: np.ndarray | None = None  # the best point or None
+    bound: float | None = None  # the dual bound or None
+
+
+def run_highs(program: dict[str, Any], seconds: float) -> HighsAnswer:
+    """Minimise ``cost @ x`` over 0 <= x <= 1 with ``equal @ x == right`` and, unless
+    None, ``below @ x <= top``, in about ``seconds`` of work; ``whole``: which x are
+    integers; ``gap``: relative.
+
+    HiGHS has limits on the steps of a relaxation and on the nodes of a program, but
+    none on the work of the first node. So the relaxation is solved first, and if many
+    of its variables are no integers, so that the first node would take long, its bound
+    is the answer.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+    equal, right, below = program["equal"], program["right"], program["below"]
+    entries = equal.nnz + (0 if below is None else below.nnz)
+    work, broken, bound = _ENTRY * entries, 0.0, None
+    is_quick = len(program["cost"]) <= _QUICK
+    if not is_quick:
+        if work > seconds:
+            return HighsAnswer(1)
+        relaxed = linprog(
+            program["cost"],
+            A_eq=equal,
+            b_eq=right,
+            A_ub=below,
+            b_ub=program["top"],
+            bounds=(0, 1),
+            method="highs-ds",
+            options={"maxiter": _whole((seconds - work) / _STEP)} | _time_limit(),
+        )
+        work += _STEP * relaxed.nit
+        if relaxed.status in (1, 2):
+            work_clock.did(work)
+            return HighsAnswer(relaxed.status)
+        if relaxed.status == 0:
+            whole, bound = relaxed.x[program["whole"] > 0], relaxed.fun
+            count = int((np.abs(whole - np.rint(whole)) > _ROUNDING).sum())
+            broken = count**2 / max(len(whole), 1)
+            if not broken:
+                work_clock.did(work)
+                return HighsAnswer(0, relaxed.x, bound)
+    first = _FIRST * work + _BROKEN * entries * broken
+    if not is_quick and work + first > seconds:
+        work_clock.did(work)
+        return HighsAnswer(1, None, bound)
+    node, limits = first * _NODE, [LinearConstraint(equal, right, right)]
+    if below is not None:
+        limits.append(LinearConstraint(below, -np.inf, program["top"]))
+    nodes = _whole((seconds - work - first) / node)
+    result = milp(
+        program["cost"],
+        integrality=program["whole"],
+        bounds=Bounds(0, 1),
+        constraints=limits,
+        options={"node_limit": nodes, "mip_rel_gap": program["gap"]} | _time_limit(),
+    )
+    work_clock.did(work + first + node * (result.mip_node_count or 0))
+    return HighsAnswer(result.status, result.x, result.mip_dual_bound)
+
+
+def _whole(limit: float) -> int:
+    """Return a limit as a positive number that HiGHS can hold."""
+    return int(min(max(limit, 1), 2**31 - 1))
+
+
+def _time_limit() -> dict[str, float]:
+    """Return the option of HiGHS by which wall-clock time ends it."""
+    return {"time_limit": max(work_clock.wall_left(), 0.01)}

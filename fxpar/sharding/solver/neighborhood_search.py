@@ -14,8 +14,15 @@ import numpy as np
 
 from fxpar.sharding.solver import message_passing, milp, work_clock
 from fxpar.sharding.solver.exact_reductions import forbid_above, reduce
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
-from fxpar.sharding.solver.network import Network, Tables
+from fxpar.sharding.solver.network import (
+    Flat,
+    Network,
+    Tables,
+    cost_of,
+    fits,
+    flatten,
+    usage_of,
+)
 from fxpar.sharding.solver.problem import Infeasible
 
 # Variables of the first window's integer program, and bounds on later ones.
@@ -35,7 +42,6 @@ def improve(
     *,
     bound: float,
     merit: np.ndarray,
-    seed: int = 0,
     tolerance: float = 1e-9,
 ) -> tuple[np.ndarray, int]:
     """Return a choice at least as good and the number of windows solved, working until
@@ -44,7 +50,7 @@ def improve(
     ``merit``: (strategies,) how much worse than its node's best each looks, by which
     some windows leave strategies out, to be larger.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     cost = cost_of(flat, choice)
     targets, solved = np.full(len(_SHARES), float(_FIRST)), 0
     late = 0.0  # the most a window was late
@@ -80,12 +86,12 @@ def improve(
 
 
 def around(
-    flat: Flat, choice: np.ndarray, nodes: list[int], deadline: float, seed: int = 0
+    flat: Flat, choice: np.ndarray, nodes: list[int], deadline: float
 ) -> np.ndarray | None:
     """Return the choice with windows that contain ``nodes`` chosen anew; None if none
     fits. Each window is about three times the last, until three in a row bring nothing
     or the deadline. ``choice`` itself may exceed the limit or be forbidden."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     weight = variables_of(flat, np.ones(len(flat.unary), bool))
     fitting = math.isfinite(cost_of(flat, choice)) and fits(
         flat, usage_of(flat, choice)

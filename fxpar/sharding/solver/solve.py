@@ -1,14 +1,17 @@
 """Goes from a Problem to a Solution: the phases, their order and their clock.
 
 In: a Problem and seconds of work (``work_clock``). Out: the cheapest choice found that
-fits, with a lower bound that holds for every choice that fits. Cheap exact phases come
-first; each later phase starts only if a gap and seconds are left. Never: answers with a
-choice that does not fit, or with a bound above the optimum.
+fits, with a lower bound that holds for every choice that fits; ``Search`` holds the
+best of both so far. Cheap exact phases come first; each later phase starts only if a
+gap and seconds are left. Never: answers with a choice that does not fit, or with a
+bound above the optimum.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,16 +24,161 @@ from fxpar.sharding.solver import (
     work_clock,
 )
 from fxpar.sharding.solver.exact_reductions import reduce
-from fxpar.sharding.solver.flat_arrays import Flat, fits, flatten
-from fxpar.sharding.solver.network import Network, build
-from fxpar.sharding.solver.problem import Infeasible, Problem, Solution, tie
-from fxpar.sharding.solver.progress import (
-    Search,
-    choice_by_node,
-    inside,
-    offer,
-    project,
+from fxpar.sharding.solver.network import (
+    Flat,
+    Network,
+    build,
+    cost_of,
+    fits,
+    flatten,
+    usage_of,
 )
+from fxpar.sharding.solver.problem import (
+    Infeasible,
+    Problem,
+    Solution,
+    SolverPhase,
+    evaluate,
+    largest_at,
+    peak,
+    tie,
+)
+
+
+class Search:
+    """Holds the best choice and bound so far, and the log."""
+
+    def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
+        self.problem, self.tolerance = problem, tolerance
+        self.begun = self.lap = time.perf_counter()
+        began = work_clock.now()
+        self.enough = math.inf  # a bound that ends the search
+        # Phases may be late by the work they do between two looks at the clock.
+        self.deadline = began + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
+        self.choice: tuple[int, ...] | None = None
+        self.cost, self.bound = math.inf, -math.inf
+        # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
+        self.nearest: tuple[int, ...] | None = None
+        self.least = 0.0
+        self.notes: list[SolverPhase] = []
+        self.prices: tuple[tuple[int, float], ...] = ()
+        arrays = itertools.chain(problem.costs, problem.tables)
+        self.whole = all(np.all(np.isinf(x) | (x == np.rint(x))) for x in arrays)
+
+    def offer(self, choice: Sequence[int] | None) -> bool:
+        """Take a choice of the Problem's nodes if it fits and is cheaper; return
+        whether it is."""
+        if choice is None:
+            return False
+        cost, top = evaluate(self.problem, choice)
+        limit = self.problem.limit
+        if cost >= self.cost or (limit is not None and top > limit * (1 + 1e-12)):
+            return False
+        self.choice, self.cost = tuple(int(k) for k in choice), cost
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Take a bound if it is higher. Whole costs have a whole optimum."""
+        if bound == math.inf and self.choice is not None:
+            return  # a choice that fits only within rounding may count as infeasible
+        bound -= 1e-11 * abs(bound)
+        if self.whole and math.isfinite(bound):
+            bound = math.ceil(bound - 1e-6)
+        self.bound = max(self.bound, bound)
+
+    def note(self, name: str) -> None:
+        """Write a line of the log."""
+        now = time.perf_counter()
+        self.notes.append(SolverPhase(name, now - self.lap, self.cost, self.bound))
+        self.lap = now
+
+    def seconds_left(self) -> float:
+        """Return the seconds of work until the deadline."""
+        return work_clock.left(self.deadline)
+
+    def closed(self) -> bool:
+        """Return whether the choice is proved to be within the tolerance of the
+        optimum, or the bound is enough."""
+        if self.choice is None:
+            return self.bound == math.inf
+        if self.bound >= self.enough:
+            return True
+        return self.cost - self.bound <= self.tolerance * abs(self.cost)
+
+    def result(self) -> Solution:
+        """Return the Solution, or raise Infeasible."""
+        if self.choice is None:
+            raise _nothing_fits(self)
+        bound = min(self.bound, self.cost)
+        gap = (self.cost - bound) / abs(self.cost) if self.cost > bound else 0.0
+        return Solution(
+            self.choice,
+            self.cost,
+            bound,
+            gap,
+            time.perf_counter() - self.begun,
+            peak(self.problem, self.choice)[0],
+            tuple(self.notes),
+            self.prices,
+            stopped=work_clock.is_stopped(),
+        )
+
+
+def choice_by_node(flat: Flat, choice: np.ndarray) -> dict[int, int]:
+    return {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
+
+
+def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -> bool:
+    if choice is None:
+        return False
+    return search.offer(net.expand(choice_by_node(flat, choice)))
+
+
+def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
+    """Return the best choice in the Flat, or None if it is not there or not known."""
+    if search.choice is None:
+        return None
+    choice = project(net, flat, search.choice)
+    allowed = math.isfinite(cost_of(flat, choice))
+    return choice if allowed and fits(flat, usage_of(flat, choice)) else None
+
+
+def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
+    """Return a choice of the Problem in the Flat; strategies that were removed become
+    the first one left."""
+    out = np.zeros(len(flat.size), np.int64)
+    for place, i in enumerate(flat.nodes.tolist()):
+        at = np.flatnonzero(net.names[i] == choice[i])
+        out[place] = at[0] if len(at) else 0
+    return out
+
+
+def _nothing_fits(search: Search) -> Infeasible:
+    """Return the error for a problem without an answer, with the choice that came
+    closest."""
+    problem, closest = search.problem, search.nearest
+    if closest is None:
+        return Infeasible(
+            "no choice is allowed: every one is forbidden or exceeds the limit"
+            if search.bound == math.inf
+            else "no allowed choice was found in the time given",
+            limit=problem.limit,
+        )
+    least_peak, time_of_peak = peak(problem, closest)
+    proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
+    largest = largest_at(problem, closest, time_of_peak)
+    items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
+    return Infeasible(
+        f"the limit is {problem.limit:.6g}; the smallest peak "
+        f"{'there is' if proved else 'found'} needs {least_peak:.6g} "
+        f"(at time {time_of_peak}; largest: {items})",
+        least_peak,
+        search.least,
+        problem.limit,
+        largest,
+        closest,
+    )
+
 
 # A gap below this is rounding.
 EXACT = 1e-9
@@ -49,7 +197,6 @@ def solve(
     problem: Problem,
     seconds: float = 10.0,
     *,
-    seed: int = 0,
     fixed: Mapping[int, int] | None = None,
     start: Sequence[int] | None = None,
     tolerance: float = EXACT,
@@ -59,7 +206,7 @@ def solve(
 
     ``fixed``: nodes pinned to a strategy. ``start``: a known choice to improve on. Ends
     early once the gap is within ``tolerance``, or the bound reaches ``enough``. The
-    same problem and ``seed`` have the same answer, unless wall-clock time far above it
+    same problem has the same answer, unless wall-clock time far above it
     ended it (``Solution.stopped``). The first call on a machine also compiles the inner
     loops, which is not counted.
 
@@ -74,14 +221,14 @@ def solve(
             search.offer(start)
         search.note("build")
         if _is_repetitive(problem) and not fixed:
-            _layered(search, net, seed)
+            _layered(search, net)
         elif not len(net.room):
             _pass(search, net, flatten(net), 0.15)
             search.note("messages")
         if not search.closed() and search.seconds_left() > 0:
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
             search.note("reduce")
-            _core(search, net, seconds / 4, seed)
+            _core(search, net, seconds / 4)
         return search.result()
 
 
@@ -90,8 +237,6 @@ def resolve(
     fixed: Mapping[int, int],
     start: Solution,
     seconds: float = 2.0,
-    *,
-    seed: int = 0,
 ) -> Solution:
     """Solve again with some nodes pinned to a strategy, from a solution of the problem
     without the pins, in at most ``seconds``.
@@ -112,17 +257,15 @@ def resolve(
         if milp.variables(flat) > _SMALL:
             choice = project(net, flat, start.choice)
             pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-            neighbor = neighborhood_search.around(
-                flat, choice, pinned, search.deadline, seed
-            )
+            neighbor = neighborhood_search.around(flat, choice, pinned, search.deadline)
             offer(search, net, flat, neighbor)
             search.note("windows")
         if search.choice is not None:
             return search.result()
-        return solve(problem, max(search.seconds_left(), 0.05), seed=seed, fixed=fixed)
+        return solve(problem, max(search.seconds_left(), 0.05), fixed=fixed)
 
 
-def _core(search: Search, net: Network, certify: float, seed: int) -> None:
+def _core(search: Search, net: Network, certify: float) -> None:
     """Run the phases after reduction. ``certify``: seconds that a bound may take while
     a choice could still be improved."""
     flat = flatten(net)
@@ -159,7 +302,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         offer(search, net, flat, answer.choice)
         search.note("integer program")
     if search.choice is not None and not search.closed():
-        _improve(search, net, flat, unary, seed)
+        _improve(search, net, flat, unary)
         search.note("windows")
 
 
@@ -176,7 +319,7 @@ def _is_repetitive(problem: Problem) -> bool:
     return tied is not None and len(set(tied)) <= _REPEATS * len(tied)
 
 
-def _layered(search: Search, net: Network, seed: int) -> None:
+def _layered(search: Search, net: Network) -> None:
     """Solve with tied nodes as one, which is small, and give all nodes its answer;
     under a limit, mix the choices met at the ends of its prices; then bound the whole
     problem."""
@@ -184,9 +327,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     limited = len(net.room) > 0
     try:
         share = 0.08 if limited else 0.45
-        tied_solution = solve(
-            small, share * search.seconds_left(), seed=seed, tolerance=1e-4
-        )
+        tied_solution = solve(small, share * search.seconds_left(), tolerance=1e-4)
     except Infeasible:
         search.note("layers as one: none")
         return
@@ -222,7 +363,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         offer(search, net, flat, choice)
         search.note("messages")
     if not search.closed():
-        _improve(search, net, flat, unary, seed)
+        _improve(search, net, flat, unary)
         search.note("windows")
 
 
@@ -318,9 +459,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
         search.bound = math.inf
 
 
-def _improve(
-    search: Search, net: Network, flat: Flat, unary: np.ndarray, seed: int
-) -> None:
+def _improve(search: Search, net: Network, flat: Flat, unary: np.ndarray) -> None:
     """Search large neighbourhoods from the best choice; ``unary``: with prices."""
     choice = inside(search, net, flat)
     if choice is None:
@@ -334,7 +473,6 @@ def _improve(
         search.deadline,
         bound=search.bound,
         merit=state.excess,
-        seed=seed,
         tolerance=search.tolerance,
     )
     offer(search, net, flat, choice)

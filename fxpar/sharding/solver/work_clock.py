@@ -56,11 +56,6 @@ def is_stopped() -> bool:
     return _clock.stopped
 
 
-def stop() -> None:
-    """End the search under way: something in it did not end in time."""
-    _clock.stopped = True
-
-
 def wall_left() -> float:
     """Return the wall-clock seconds until the search under way is stopped."""
     return FAR + GRACE if _clock.wall is None else _clock.wall - time.perf_counter()

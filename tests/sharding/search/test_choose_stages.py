@@ -24,17 +24,20 @@ from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.cut_stages import StageMemory
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off
-from fxpar.sharding.plan_request import Request
+from fxpar.sharding.plan_request import Request, staged_candidates
 from fxpar.sharding.program import Program
 from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.estimate_stages import estimate_stages
 from fxpar.sharding.search.formulate import cost_of
-from fxpar.sharding.search.least_memory import least_held, whole_entries
-from fxpar.sharding.search.mesh_candidates import staged_candidates
-from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
+from fxpar.sharding.search.price_stages import (
+    StagedStep,
+    estimate_stages,
+    least_staged,
+    price_stages,
+    stage_memory,
+)
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
-from fxpar.sharding.search.stage_chain import stage_memory
+from fxpar.sharding.search.too_large import least_held, whole_entries
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine

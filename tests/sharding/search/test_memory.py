@@ -26,7 +26,7 @@ from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.at_rest import at_rest
-from fxpar.sharding.propagate.propagation_state import Seed
+from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.search.formulate import Formulation, cost_of, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
 from fxpar.sharding.search.problem_builder import FixedFacts

@@ -15,15 +15,15 @@ from fxpar.errors import HintError, MeshError, PlanError
 from fxpar.sharding import candidates as candidates_module
 from fxpar.sharding.cost.hardware_table import Hardware, Level, lookup
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan_request import Request
-from fxpar.sharding.search import run_search
-from fxpar.sharding.search.mesh_candidates import (
+from fxpar.sharding.plan_request import (
     Auto,
+    Request,
     candidates,
     distinct,
     in_nodes,
     read_auto,
 )
+from fxpar.sharding.search import run_search
 from fxpar.sharding.search.run_search import AGAIN, SearchOptions, search
 from fxpar.sharding.solver import Problem, Solution, solve, work_clock
 from tests.helpers.machines import machine

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 import fxpar
+from fxpar import choose_plan
 from fxpar.choose_plan import _LESS, _TIE, shortest_step
-from fxpar.sharding.search import rank_candidates
+from fxpar.errors import PlanError
+from fxpar.passes.simulate.simulate_step import predict_step
+from fxpar.sharding.search import run_search
 from tests.helpers.programs import batch, mlp
 from tests.helpers.random_programs import Case
 
@@ -38,6 +41,49 @@ def test_of_steps_as_short_the_one_that_holds_less_is_taken() -> None:
     assert shortest_step([(1.0, 80), (1.0, 40), (0.998, 90)]) == 2
     assert shortest_step([(1.0005, 40), (1.0, 40)]) == 1
     assert shortest_step([(1.0, 1000), (1.0005, 999)]) == 0  # not worth it
+
+
+@pytest.mark.parametrize("broken", [1, 100])
+def test_plans_that_cannot_be_predicted_are_left_out(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them too, and if none can, the one found is taken."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
+    predicted, tries = choose_plan._timeline_unscheduled, []
+
+    def timeline(state: Any) -> Any:
+        tries.append(state)
+        if len(tries) <= broken:
+            raise PlanError("a group names no axes")
+        return predicted(state)
+
+    monkeypatch.setattr(choose_plan, "_timeline_unscheduled", timeline)
+    plan = fxpar.plan(mlp(2), batch(), mesh="dp=2,tp=2", mode="search", grad=True)
+    compared = any("plans compared" in note for note in plan.notes)
+    assert len(tries) > 1 and compared == (broken < len(tries))
+
+
+def test_a_step_is_predicted_as_its_schedule_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the choice has ordered and read is not ordered and read again."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
+    timeline, read = choose_plan._timeline, []
+
+    def both(state: Any) -> Any:
+        line = timeline(state)
+        if state.run is not None:
+            hardware, settings = state.request.hardware, state.schedule.settings
+            mesh = state.decided.mesh
+            whole = predict_step(state.graph, mesh, hardware, settings=settings)
+            assert (whole.seconds, whole.peak_bytes) == (line.seconds, line.peak_bytes)
+            read.append(line)
+        return line
+
+    monkeypatch.setattr(choose_plan, "_timeline", both)
+    fxpar.plan(mlp(2), batch(), mesh="dp=2,tp=2", mode="search", grad=True)
+    assert read
 
 
 # Seconds of a step, and bytes that a rank holds.
@@ -106,7 +152,7 @@ def test_models(
 def test_large_programs(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few plans of them are lowered, conventions that come near among these."""
     monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
-    monkeypatch.setattr(rank_candidates, "_LARGE", 0)
+    monkeypatch.setattr(run_search, "_LARGE", 0)
 
     def planned(on: str) -> Any:
         return lambda mode: fxpar.plan(mlp(2), batch(), mesh=on, mode=mode, grad=True)

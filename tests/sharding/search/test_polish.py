@@ -19,8 +19,12 @@ import fxpar
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.formulate import Formulation, cost_of
-from fxpar.sharding.search.rank_candidates import discounted
-from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
+from fxpar.sharding.search.run_search import (
+    SearchOptions,
+    SearchResult,
+    discounted,
+    search,
+)
 from fxpar.sharding.solver import evaluate
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp

@@ -35,9 +35,12 @@ from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import cost_of, formulate
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.rank_candidates import with_choice
-from fxpar.sharding.search.run_search import SearchOptions, search
-from fxpar.sharding.search.ties import repeated
+from fxpar.sharding.search.run_search import (
+    SearchOptions,
+    repeated,
+    search,
+    with_choice,
+)
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.helpers.check_random import check

@@ -16,8 +16,7 @@ from fxpar.sharding.solver import (
     message_passing,
     work_clock,
 )
-from fxpar.sharding.solver.flat_arrays import Flat, flatten
-from fxpar.sharding.solver.network import Network, build
+from fxpar.sharding.solver.network import Flat, Network, build, flatten
 from tests.helpers.solver_problems import brute, small
 
 # The package has a function of this name.

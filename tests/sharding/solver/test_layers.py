@@ -21,8 +21,7 @@ from fxpar.sharding.solver import (
     solve,
     work_clock,
 )
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
-from fxpar.sharding.solver.network import build
+from fxpar.sharding.solver.network import Flat, build, cost_of, fits, flatten, usage_of
 from tests.helpers.solver_problems import brute, layered, small
 
 SEEDS = range(60)

@@ -11,8 +11,15 @@ import pytest
 
 from fxpar.sharding.solver import Edge, Live, Problem, evaluate
 from fxpar.sharding.solver.exact_reductions import reduce
-from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
-from fxpar.sharding.solver.network import Tables, build
+from fxpar.sharding.solver.network import (
+    Flat,
+    Tables,
+    build,
+    cost_of,
+    fits,
+    flatten,
+    usage_of,
+)
 from tests.helpers.solver_problems import brute
 
 
