@@ -23,7 +23,7 @@ from fxpar._fast import cpp_kernels
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import autotune, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
-from fxpar.runtime.caches.received_files import checked_key, take_kernels
+from fxpar.runtime.caches.compile_once import checked_key, take_kernels
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64
