@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -84,7 +85,7 @@ def test_where_nothing_is_measured(tmp_path: Path) -> None:
 
 
 def test_levels_come_back_from_text() -> None:
-    text = measure._text((LEVEL, LEVEL))
+    text = json.dumps([asdict(LEVEL), asdict(LEVEL)])
     assert measure._parse(json.loads(text)) == (LEVEL, LEVEL)
 
 

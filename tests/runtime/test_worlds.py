@@ -45,7 +45,7 @@ def place_of(mesh: str) -> dict[str, Any]:
     with ranks.inside():
         world = worlds.current()
         assert world is not None
-        numbers = meeting.gather_numbers("numbers", [dist.get_rank()])
+        numbers = meeting.gather_data("numbers", [dist.get_rank()])
         return {
             "mesh": str(ranks.mesh),
             "rank": ranks.rank,

@@ -13,7 +13,6 @@ tensor a user may hold.
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 import math
 import re
@@ -380,8 +379,7 @@ def _agreed(
     digest, tag = meeting.digest_of("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
     message = {"digest": digest, "rests": own_texts, "models": models}
-    texts = meeting.gather(tag, json.dumps(message))
-    messages = [json.loads(text) for text in texts]
+    messages = meeting.gather_data(tag, message)
     if not set.intersection(*({*message["models"]} for message in messages)):
         raise meeting.as_reported(
             RankMismatchError(
@@ -390,7 +388,7 @@ def _agreed(
             )
         )
     if any(message["digest"] != digest for message in messages):
-        every = [{*json.loads(x)} for x in meeting.gather(tag, json.dumps(lines))]
+        every = [{*lines_} for lines_ in meeting.gather_data(tag, lines)]
         common = set.intersection(*every)
         keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
         if any(x != keys[0] for x in keys):

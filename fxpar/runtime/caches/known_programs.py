@@ -92,7 +92,7 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
         if not anew:
             path = _path(key)
             message["record"] = cache_files.read_record(path, FORMAT, key, dict)
-    every = [json.loads(x) for x in meeting.gather(tag, json.dumps(message))]
+    every = meeting.gather_data(tag, message)
     if not key or any(each["key"] != key for each in every):
         return None
     first = every[0]

@@ -242,13 +242,13 @@ def _agreed() -> tuple[Level, ...]:
         network = cache_files.read_record(
             path, FORMAT, key, lambda record: _parse(record["levels"])
         )
-    text = meeting.gather("links that were kept", _text(network or ()))[0]
-    if not json.loads(text):
-        text = meeting.gather("links", _text(_measured(size)))[0]
-        if meeting.is_leader() and json.loads(text):
-            cache_files.write_record(path, FORMAT, key, {"levels": json.loads(text)})
+    data = meeting.gather_data("links that were kept", [*map(asdict, network or ())])[0]
+    if not data:
+        data = meeting.gather_data("links", [*map(asdict, _measured(size))])[0]
+        if meeting.is_leader() and data:
+            cache_files.write_record(path, FORMAT, key, {"levels": data})
             log.info("measured links between %d devices, kept in %s", size, path)
-    return _parse(json.loads(text))
+    return _parse(data)
 
 
 def _place() -> str:
@@ -283,12 +283,8 @@ def _measured(size: int) -> tuple[Level, ...]:
     return () if network == base.levels else network
 
 
-def _text(levels: Sequence[Level]) -> str:
-    return json.dumps([asdict(level) for level in levels])
-
-
 def _parse(entries: Sequence[dict[str, Any]]) -> tuple[Level, ...]:
-    """Return levels from the data that ``_text`` wrote as JSON."""
+    """Return levels from the data of each, as JSON gives it."""
     return tuple(
         Level(**x | {"kinds": tuple((k, Measured(**m)) for k, m in x["kinds"])})
         for x in entries

@@ -115,8 +115,7 @@ def check_same(fed: Sequence[Fed]) -> None:
         names = [fed[i][0] for i in inputs]
         raise differ(names, wrong[inputs[0]], fed[inputs[0]][2].dim())
     if wrong:
-        fix = "call torch.manual_seed before the model is made, or load one checkpoint"
-        take_from_rank_0([fed[i] for i in wrong], fix=fix)
+        take_from_rank_0([fed[i] for i in wrong])
 
 
 def differing(fed: Sequence[Fed]) -> dict[int, int]:
@@ -124,7 +123,7 @@ def differing(fed: Sequence[Fed]) -> dict[int, int]:
     whose bytes differ from rank 0's. All ranks must call this, with equally many
     tensors."""
     sums = checksums([x for *_, x in fed])
-    every = zip(*meeting.gather_numbers("values", sums), strict=True)
+    every = zip(*meeting.gather_data("values", sums), strict=True)
     return {
         i: rank
         for i, each in enumerate(every)
@@ -240,7 +239,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
     return meeting.as_reported(InputMismatchError(fact, fix=fix))
 
 
-def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
+def take_from_rank_0(fed: Sequence[Fed]) -> None:
     """Fill parameters and buffers that differ with those of the first rank of the
     world, and warn."""
     for *_, x in fed:
@@ -251,7 +250,8 @@ def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
             f"{' and '.join(kinds)} differ between ranks, taken from rank "
             f"{worlds.global_rank(0)}: "
             f"{listed(name for name, *_ in fed)}",
-            fix=fix,
+            fix="call torch.manual_seed before the model is made, or load one "
+            "checkpoint",
         )
 
 
@@ -335,8 +335,8 @@ def options_text(options: Options, ranks: Ranks) -> str:
 def check_options(text: str, what: str) -> None:
     """Raise RankMismatchError on all ranks, which call this together, if one has
     another ``options_text``. ``what``: what this rank is about to do, in words."""
-    own = json.dumps({"options": json.loads(text), "what": what})
-    every = [json.loads(x) for x in meeting.gather("options", own)]
+    own = {"options": json.loads(text), "what": what}
+    every = meeting.gather_data("options", own)
     lines = []
     for name in dict.fromkeys(name for each in every for name in each["options"]):
         ranks_of: dict[str, list[int]] = {}

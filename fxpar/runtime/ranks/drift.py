@@ -245,7 +245,7 @@ class Drift:
         writes = _written_since(self._now, self._equal)
         sketches = [sketch(x).tolist() for x in values]
         rows = [*map(list, zip(sums, writes, sketches, strict=True))]
-        gathered = meeting.gather_numbers("parameters and buffers", rows)
+        gathered = meeting.gather_data("parameters and buffers", rows)
         # By tensor: the first rank that differs, and the rows of both.
         differing: dict[int, tuple[int, Any, Any]] = {}
         for i, held in enumerate(self.held):
@@ -295,7 +295,7 @@ class Drift:
                 _STEP_FIX,
             )
         own = _torch.objects.versions_of([args[i] for i in self.parts])
-        columns = list(zip(*meeting.gather_numbers("writes", own), strict=True))
+        columns = list(zip(*meeting.gather_data("writes", own), strict=True))
         differing = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
         name, counts = list(self.parts.values())[differing[0]], columns[differing[0]]
         rank = meeting.first_other(counts) or 0

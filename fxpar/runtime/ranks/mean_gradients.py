@@ -222,7 +222,6 @@ _FIX = (
     "call the compiled module with all its parameters on every rank first, or "
     "make them parameters of the module that is compiled"
 )
-_SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
 
 
 def is_participating() -> bool:
@@ -796,7 +795,7 @@ def _agree_on(
     fed = [(name, kind, x) for name, kind, x in values if x is not None]
     wrong = check_inputs.differing(fed) if fed else ()
     if wrong:
-        check_inputs.take_from_rank_0([fed[i] for i in wrong], fix=_SEED_FIX)
+        check_inputs.take_from_rank_0([fed[i] for i in wrong])
 
 
 @dataclass(eq=False)

@@ -526,9 +526,9 @@ def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
     return meet(repr(tag), text, seconds=timeout)
 
 
-def gather_numbers(tag: str, numbers: Sequence[Any]) -> list[list[Any]]:
-    """Return the numbers of every rank, in order of ranks."""
-    return [json.loads(text) for text in gather(tag, json.dumps(numbers))]
+def gather_data(tag: str, data: Any) -> list[Any]:
+    """Return the data of every rank, in order of ranks, which go through JSON."""
+    return [json.loads(text) for text in gather(tag, json.dumps(data))]
 
 
 def first_other(values: Iterable[Any]) -> int | None:
