@@ -33,13 +33,17 @@ from fxpar.features.regions.manual_regions import on_one_rank, raise_refused
 from fxpar.features.regions.shard_map import mesh_of
 from fxpar.features.train_step.step import TrainStep
 from fxpar.features.train_step.trace import GradientOptions
-from fxpar.runtime import attention_dropout
-from fxpar.runtime import traced_losses as _traced_losses  # noqa: F401  (tells Dynamo)
+from fxpar.runtime import traced_functions
 from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders
 from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
-from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget
-from fxpar.runtime.calls.collectives_in_place import take_eager_gradients
-from fxpar.runtime.calls.compile_variants import CompileGraph, CompileJob
+from fxpar.runtime.calls.call_variants import (
+    FORWARD,
+    Calls,
+    CompileGraph,
+    CompileJob,
+    forget,
+)
+from fxpar.runtime.calls.compiled_graph import take_eager_gradients
 from fxpar.runtime.ranks.groups import Ranks, join
 
 
@@ -139,12 +143,12 @@ def _prepared(
 ) -> fx.GraphModule:
     """Return the Dynamo graph with attention with dropout in a form that can be split;
     in local mode, give its in-place collectives the gradients of eager code."""
-    gm = attention_dropout.without_kernels(gm)
+    gm = traced_functions.without_kernels(gm)
     if ranks.manual is not None:
         take_eager_gradients(gm)
     kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
     with said_by_rank_0(ranks.whole.rank):
-        attention_dropout.warn_of_products(gm, kinds)
+        traced_functions.warn_of_products(gm, kinds)
     return gm
 
 
@@ -182,8 +186,7 @@ def _called(
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
     job = CompileJob(options, ranks, named_inputs)
-    used_layouts.settle(lean, examples, job)
-
+    job = used_layouts.settled(lean, examples, job)
     call: Callable[..., Any] = Calls(lean, examples, job, compile_as, owner)
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))

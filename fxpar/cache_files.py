@@ -67,7 +67,9 @@ def read_record(
     is damaged, of another form or key, or cannot be decoded."""
     try:
         data = json.loads(path.read_bytes())
-        if (data["format"], data["key"]) == (form, key) == _intact(data):
+        digest = data.pop("digest")
+        is_intact = digest == _digest_of(json.dumps(data, sort_keys=True))
+        if is_intact and (data["format"], data["key"]) == (form, key):
             return decode(data)
     except FileNotFoundError:
         return None
@@ -83,18 +85,6 @@ def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
     text = json.dumps({**data, "format": form, "key": key}, sort_keys=True)
     with contextlib.suppress(OSError):
         write_file(path, f'{text[:-1]}, "digest": "{_digest_of(text)}"}}')
-
-
-def _intact(data: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the form and the key of data whose digest is right, else None."""
-    same = data["digest"] == _digest(data)
-    return (data["format"], data["key"]) if same else None
-
-
-def _digest(data: dict[str, Any]) -> str:
-    """Return the digest of all other entries."""
-    others = {k: v for k, v in data.items() if k != "digest"}
-    return _digest_of(json.dumps(others, sort_keys=True))
 
 
 def _digest_of(text: str) -> str:

@@ -33,7 +33,7 @@ from fxpar.passes.simulate.peak_memory import optimizer_bytes
 from fxpar.passes.simulate.simulate_step import Timeline, predict_step, simulate
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
@@ -198,9 +198,9 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
     if request.is_leader:
         with presence.works(f"searches {tag}"):
             result = _led(graph, fake_mode, request, tag)
-        consensus.gather(tag, json.dumps(result.plan.to_record()))
+        meeting.gather(tag, json.dumps(result.plan.to_record()))
         return result
-    text, *_ = consensus.gather(tag, "")
+    text, *_ = meeting.gather(tag, "")
     record = json.loads(text)
     if "refused" in record:
         raise OpenSizesRefused(record["refused"])
@@ -231,11 +231,11 @@ def is_still_right(
                     for trial in (trial_request, replace(trial_request, mode=rival))
                 )
         except Exception as error:
-            consensus.abort(error)
+            meeting.abort(error)
             raise
         is_better = now < math.inf and times * now <= then
         says = "falls" if is_better else "stands"
-    return consensus.gather(tag, says)[0] == "stands"
+    return meeting.gather(tag, says)[0] == "stands"
 
 
 def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
@@ -273,7 +273,7 @@ def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> JointSt
         if not size_nodes.is_open(graph):
             raise
         what = f"{type(error).__name__}: {error}"
-        consensus.gather(tag, json.dumps({"refused": what}))
+        meeting.gather(tag, json.dumps({"refused": what}))
         raise OpenSizesRefused(what) from error
 
 

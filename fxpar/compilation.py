@@ -45,8 +45,7 @@ from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import Generate, compile_once
 from fxpar.runtime.caches.known_programs import KnownProgram, Leader, PlanMisfit
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.call_sizes import agree_on_launches
-from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import (
     Compiled,
     WithRoom,
@@ -57,14 +56,15 @@ from fxpar.runtime.calls.open_sizes import (
     OpenSizesRefused,
     PlanStands,
     SizeRange,
+    agree_on_launches,
     refusal_of,
     size_range,
 )
 from fxpar.runtime.calls.outside_graphs import warnings_of_plans
 from fxpar.runtime.ranks import check_inputs as inputs
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import meeting
+from fxpar.runtime.ranks.check_inputs import agree_on_numbers
 from fxpar.runtime.ranks.groups import Ranks, join, next_graph, settle
-from fxpar.runtime.ranks.program_numbers import agree_on_numbers
 from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
@@ -316,7 +316,7 @@ class Compilation:
         try:
             return self._parallelized(gm)
         except Exception as error:
-            if not self.is_plan_known or consensus.is_known_to_all(error):
+            if not self.is_plan_known or meeting.is_known_to_all(error):
                 raise
             raise PlanMisfit(f"{type(error).__name__}: {error}") from error
 
@@ -364,7 +364,7 @@ class Compilation:
         if self.leader:
             self.leader.tell_plan(self._planned())
         elif not self.is_plan_known:
-            consensus.agree(request.name, result.plan.hash, str(result.plan))
+            meeting.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
         self._report(result.plan)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -393,6 +393,7 @@ class Compilation:
             hints=load(options.hints),
             mode=mode,
             hardware=known_machine(options, size),
+            laid_out_by=self.job.laid_out_by,
         )
         return request.with_open_mesh(ranks.mesh) if ranks.open else request
 
@@ -674,7 +675,7 @@ def _reporting_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator
     except but:
         raise
     except Exception as error:
-        consensus.abort(error)
+        meeting.abort(error)
         raise
 
 
@@ -686,7 +687,7 @@ def _refusing_open_sizes() -> Iterator[None]:
     except _OF_ALL:
         raise
     except Exception as error:
-        if consensus.is_known_to_all(error):
+        if meeting.is_known_to_all(error):
             raise
         raise OpenSizesRefused(refusal_of(error)) from error
 

@@ -44,12 +44,10 @@ from fxpar.passes.order.order_collectives import (
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import stage_times
-from fxpar.runtime.default_device import on_cpu_by_default
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.stage_times import stage
 from fxpar.runtime.steps import (
     lowering_steps,
-    normalize_steps,
     plan_steps,
     tune_schedule,
 )
@@ -59,6 +57,7 @@ from fxpar.runtime.steps.pipeline_state import (
     PhaseState,
     PipelineState,
     RankState,
+    on_cpu_by_default,
 )
 from fxpar.sharding.plan_request import Request
 
@@ -88,12 +87,12 @@ JOINT = with_features(
             ),
         ),
         Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
-        Pass("keep_batch_dim", normalize_steps.split_batch),
+        Pass("keep_batch_dim", plan_steps.split_batch),
         Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
         Pass("stack_by_dim", of_build(normalize.stack_by_dim), when=has("aten.cat")),
         Pass("sum_one_hot", of_build(normalize.sum_one_hot), when=has("aten.scatter")),
         Pass("clone_constants", of_build(normalize.clone_constants)),
-        _always("drop_dead", normalize_steps.drop_dead, "normalized"),
+        _always("drop_dead", plan_steps.drop_dead, "normalized"),
         _always("look_up_plan", plan_steps.look_up_plan),
         Pass(
             "join_pool_gradients",

@@ -496,11 +496,6 @@ def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
     _muon._zeropower_via_newtonschulz = iterate
 
 
-def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the layout of ``like`` and another local tensor."""
-    return DTensor(local, like._spec, requires_grad=False)
-
-
 def local_of(x: DTensor) -> torch.Tensor:
     """Return the tensor that a DTensor holds, not a view of it."""
     return x._local_tensor

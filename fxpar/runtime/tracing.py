@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.runtime.attention_dropout import ByProducts
-from fxpar.runtime.traced_losses import AsOneGraph
+from fxpar.runtime.traced_functions import AsOneGraph
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
@@ -172,16 +171,15 @@ class _Program(nn.Module):
     def __init__(self, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.call = call
-        self.modules_used = [
-            UsedModule(name, module) for name, module in modules.items()
-        ]
+        # By the name by which the callable reaches it; "" for the callable itself.
+        self.used = modules
         self.names: dict[str, str] = {}
         self.swapped = contextlib.ExitStack()
-        for used in self.modules_used:
-            for name, parameter in used.module.named_parameters():
-                self.register_parameter(self._key(used.full(name)), parameter)
-            for name, buffer in used.module.named_buffers():
-                self.register_buffer(self._key(used.full(name)), buffer)
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters():
+                self.register_parameter(self._key(_full(prefix, name)), parameter)
+            for name, buffer in module.named_buffers():
+                self.register_buffer(self._key(_full(prefix, name)), buffer)
 
     def _key(self, name: str) -> str:
         key = f"t{len(self.names)}"
@@ -208,17 +206,20 @@ class _Program(nn.Module):
         backward, which is traced after ``forward`` returns, may call modules too. What
         the program sets in modules is undone then."""
         self.swapped.close()
-        for used in self.modules_used:
-            self.swapped.enter_context(_torch.aot.attributes_kept(used.module))
+        for module in self.used.values():
+            self.swapped.enter_context(_torch.aot.attributes_kept(module))
         keys = {name: key for key, name in self.names.items()}
-        for used in self.modules_used:
+        for prefix, module in self.used.items():
             substitutes = {
-                name: getattr(self, keys[used.full(name)])
-                for name in used.tensor_names()
+                name: getattr(self, keys[_full(prefix, name)])
+                for name, _ in (*module.named_parameters(), *module.named_buffers())
             }
-            self.swapped.enter_context(
-                _torch.aot.reparametrize(used.module, substitutes)
-            )
+            self.swapped.enter_context(_torch.aot.reparametrize(module, substitutes))
+
+
+def _full(prefix: str, name: str) -> str:
+    """Return a parameter's name as the user knows it."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _as_separate_tensors(
@@ -236,26 +237,6 @@ def _as_separate_tensors(
         separate.append(x.clone() if base(x) in seen else x)
         seen.add(base(x))
     return separate
-
-
-@dataclass(frozen=True)
-class UsedModule:
-    """Is a module that the callable uses."""
-
-    # The name by which the callable reaches it; "" for the callable itself.
-    name: str
-    # Its parameters and buffers are inputs of the graph.
-    module: nn.Module
-
-    def full(self, name: str) -> str:
-        """Return a parameter's name as the user knows it."""
-        return f"{self.name}.{name}" if self.name else name
-
-    def tensor_names(self) -> list[str]:
-        return [
-            *dict(self.module.named_parameters()),
-            *dict(self.module.named_buffers()),
-        ]
 
 
 class TracedCall:
@@ -345,7 +326,6 @@ class TracedCall:
             stack.enter_context(_torch.aot.preserve_node_meta())
             stack.enter_context(_torch.aot.as_compiling())
             stack.enter_context(_torch.loops.steps_looked_up(mode))
-            stack.enter_context(ByProducts())
             stack.enter_context(AsOneGraph())
             stack.enter_context(_torch.aot.refusing_accumulation())
             stack.enter_context(_torch.checkpoints.checkpoints_tagged())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpar.runtime.calls.compile_variants import for_any_strides
+from fxpar.runtime.calls.call_variants import for_any_strides
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.usefixtures("propagated")

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import consensus, meeting, patience
+from fxpar.runtime.ranks import meeting, patience
 from tests.helpers import processes
 from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
@@ -60,13 +60,13 @@ def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
 def one_is_idle_inside_a_call() -> str:
     """What a rank says of a round whose other rank does not come."""
     patience.set_timeouts(1.0, 600.0)
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     try:
         with patience.in_call():
             if dist.get_rank() == 1:
                 while not given_up():
                     time.sleep(0.1)
-            consensus.agree("graph", "digest", "plan")
+            meeting.agree("graph", "digest", "plan")
     except RankMismatchError as error:
         return str(error)
     finally:
@@ -84,12 +84,12 @@ def test_ranks_inside_a_call_wait_less() -> None:
 
 def at_different_places(first: int) -> str:
     """One rank comes to a call, the other to an agreement."""
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     try:
         if dist.get_rank() == first:
             meeting.meet("the call", "word")
         else:
-            consensus.agree("graph", "digest", "plan")
+            meeting.agree("graph", "digest", "plan")
     except RankMismatchError as error:
         return str(error)
     return ""

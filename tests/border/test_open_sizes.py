@@ -27,8 +27,8 @@ from fxpar.runtime.caches.program_identity import (
     name_inputs,
     placeholders,
 )
-from fxpar.runtime.calls.call_sizes import Fed
 from fxpar.runtime.calls.open_sizes import (
+    Fed,
     open_program,
     open_sizes,
     shortened,

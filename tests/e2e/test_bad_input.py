@@ -28,7 +28,7 @@ from fxpar.errors import (
     RankMismatchError,
     UnknownOpError,
 )
-from fxpar.runtime.ranks import lost_ranks
+from fxpar.runtime.ranks import meeting
 from fxpar.sharding import ops as rules
 from tests.helpers.dying_rank import (
     check_that_ranks_end,
@@ -329,9 +329,9 @@ def test_a_rank_that_leaves_between_forward_and_backward(
 
 def test_other_errors_of_a_step_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are asked of collectives alone."""
-    monkeypatch.setattr(lost_ranks, "all_ranks", lambda: pytest.fail("asked"))
-    lost_ranks.name_lost_ranks(RuntimeError("mat1 and mat2 shapes"))
-    lost_ranks.name_lost_ranks(PlanError("a message by gloo"))
+    monkeypatch.setattr(meeting, "all_ranks", lambda: pytest.fail("asked"))
+    meeting.name_lost_ranks(RuntimeError("mat1 and mat2 shapes"))
+    meeting.name_lost_ranks(PlanError("a message by gloo"))
 
 
 # Hints

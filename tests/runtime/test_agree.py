@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.meeting import current
 from tests.helpers.patience import given_up
 from tests.helpers.spawn import shared_pool
@@ -31,23 +31,23 @@ def caught(fn, *args, **kwargs) -> str:
 
 
 def test_one_process_agrees() -> None:
-    consensus.agree("graph", "digest", "text")
-    assert consensus.gather("tag", "text") == ["text"]
-    consensus.abort(ValueError("nobody hears this"))
+    meeting.agree("graph", "digest", "text")
+    assert meeting.gather("tag", "text") == ["text"]
+    meeting.abort(ValueError("nobody hears this"))
 
 
 def rounds() -> list[str]:
     me, said = rank(), []
-    said.append(caught(consensus.agree, "graph0", "same", "plan"))
-    said.append(consensus.gather("devices", f"of {me}"))
+    said.append(caught(meeting.agree, "graph0", "same", "plan"))
+    said.append(meeting.gather("devices", f"of {me}"))
     text = "a\nb\nc" if me != 2 else "a\nx\nc"
     try:
-        consensus.agree("graph1", consensus.digest_of(text), text)
+        meeting.agree("graph1", meeting.digest_of(text), text)
     except RankMismatchError as error:
         said.append(str(error))
-        consensus.abort(error)  # which everyone was told already
-    said.append(caught(consensus.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
-    said.append(caught(consensus.gather, "last", "in step again"))
+        meeting.abort(error)  # which everyone was told already
+    said.append(caught(meeting.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
+    said.append(caught(meeting.gather, "last", "in step again"))
     return said
 
 
@@ -64,7 +64,7 @@ def test_rounds() -> None:
 
 def other_errors() -> None:
     text = f"x {rank()}"
-    consensus.agree(
+    meeting.agree(
         "inputs", text, text, what="inputs", fix="feed", error=InputMismatchError
     )
 
@@ -77,18 +77,18 @@ def test_the_error_is_the_callers() -> None:
 
 
 def one_fails(who: int) -> tuple[str, float, str]:
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     begin = time.monotonic()
     if rank() == who:
-        consensus.abort(UnknownOpError("no rule for op", fix="give it one"))
+        meeting.abort(UnknownOpError("no rule for op", fix="give it one"))
         said = ""
     else:
         try:
-            consensus.agree("graph", "digest", "plan", timeout=30.0)
+            meeting.agree("graph", "digest", "plan", timeout=30.0)
         except RankMismatchError as error:
             said = str(error)
-            consensus.abort(error)  # as the backend does with any; must change nothing
-    return said, time.monotonic() - begin, caught(consensus.agree, "next", "", "")
+            meeting.abort(error)  # as the backend does with any; must change nothing
+    return said, time.monotonic() - begin, caught(meeting.agree, "next", "", "")
 
 
 @pytest.mark.multiprocess
@@ -104,13 +104,13 @@ def test_a_rank_that_fails_stops_the_others(who: int) -> None:
 
 
 def one_is_missing(who: int) -> tuple[str, str]:
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     if rank() == who:
         while not given_up():
             time.sleep(0.05)
-    said = caught(consensus.agree, "graph", "digest", "plan", timeout=0.2)
+    said = caught(meeting.agree, "graph", "digest", "plan", timeout=0.2)
     # The one that is late reads the verdict, and is in step again.
-    return said, caught(consensus.agree, "next", "", "")
+    return said, caught(meeting.agree, "next", "", "")
 
 
 @pytest.mark.multiprocess
@@ -125,22 +125,22 @@ def test_a_missing_rank_is_named() -> None:
 
 
 def one_works() -> list[str]:
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     if rank() == 0:
         with presence.works("compiles"):
             time.sleep(3.0)
-    return consensus.gather("the plan", f"of {rank()}", timeout=1.2)
+    return meeting.gather("the plan", f"of {rank()}", timeout=1.2)
 
 
 def fails_twice() -> list[str]:
     """A failure of every rank that all were told of, then one of a rank's own."""
-    said = [caught(consensus.agree, "graph", str(rank()), "text")]
+    said = [caught(meeting.agree, "graph", str(rank()), "text")]
     if rank() == 1:
-        consensus.abort(UnknownOpError("no rule for op"))
+        meeting.abort(UnknownOpError("no rule for op"))
         said.append("")
     else:
-        said.append(caught(consensus.agree, "next", "", ""))
-    return [*said, caught(consensus.agree, "last", "", "")]
+        said.append(caught(meeting.agree, "next", "", ""))
+    return [*said, caught(meeting.agree, "last", "", "")]
 
 
 @pytest.mark.multiprocess
@@ -160,7 +160,7 @@ def test_a_rank_that_works_is_waited_for() -> None:
 def lives() -> list[int]:
     channel = current()
     assert channel.meetings == 0
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     return [channel.meetings, int(current() is channel)]
 
 

@@ -22,7 +22,7 @@ from fxpar import cache_files
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.fusion.kernels import implementations, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
-from fxpar.runtime.caches.received_files import checked_key
+from fxpar.runtime.caches.compile_once import checked_key
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64

@@ -17,8 +17,8 @@ import fxpar
 from fxpar.__main__ import main
 from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.runtime.calibrate import fit_curves, probe_device, probe_network
 from fxpar.runtime.calibrate import measure as calibrate
+from fxpar.runtime.calibrate import probe_device, probe_network
 from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost import op as one_op
@@ -41,7 +41,7 @@ def test_a_peak_is_found_again() -> None:
         for m, k, n in probe_device._SUITES["cpu"].shapes:
             flops, dims = 2.0 * m * k * n, ProductDims(m, n, k)
             points.append((flops, dims, noisy(flops / true.rate(flops, dims))))
-        found = fit_curves.fit_peak(points)
+        found = probe_device.fit_peak(points)
         assert found.flops == pytest.approx(5e11, rel=0.1)
         assert found.half_flops == pytest.approx(2e6, rel=0.5)
         assert found.half_dim == pytest.approx(half_dim, rel=0.3)
@@ -58,7 +58,7 @@ def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
         for n in sizes
         for i in range(4, 14)
     ]
-    found = fit_curves.fit_collective(kind, points)
+    found = probe_device.fit_collective(kind, points)
     link = Link(found.bandwidth, found.latency, found.overhead)
     assert found.bandwidth == pytest.approx(2e9, rel=0.15)
     for n, nbytes, seconds in points:
@@ -78,7 +78,7 @@ def test_one_outlier_does_not_decide() -> None:
         for i in range(4, 14)
     ]
     points[-3] = (2, points[-3][1], 2 * points[-3][2])
-    found = fit_curves.fit_collective("all_reduce", points)
+    found = probe_device.fit_collective("all_reduce", points)
     assert found.bandwidth == pytest.approx(2e9, rel=0.3)
     assert found.latency == pytest.approx(1e-4, rel=0.3)
 
@@ -287,7 +287,7 @@ def test_whether_attention_skips_what_a_mask_hides(monkeypatch, causal, share) -
 )
 def test_cores_of_all_ranks_count_once(monkeypatch, cores, threads, count) -> None:
     """Whether a rank may run on all of them or is kept to its own."""
-    monkeypatch.setattr(probe_device.consensus, "gather", lambda tag, text: cores)
+    monkeypatch.setattr(probe_device.meeting, "gather", lambda tag, text: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     some = probe()
     assert probe_device.cores(some) == count

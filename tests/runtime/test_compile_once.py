@@ -21,7 +21,7 @@ from fxpar.graph.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.compile_once import compile_once
 from fxpar.runtime.caches.plan_store import lines_of
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.steps.binding import bind
 from tests.helpers.spawn import shared_pool
 
@@ -46,7 +46,7 @@ def caught(fn: Any, *args: Any) -> str:
 
 def in_turns(widths: list[int]) -> tuple[float, float, str | None]:
     """When the compiling of this rank began and ended, and what it was given."""
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
     times: list[float] = []
     given: list[str | None] = []
 
@@ -99,7 +99,7 @@ def disabled(_: str) -> tuple[float, float, str | None]:
 
 def one_fails(again: bool) -> tuple[str, str]:
     """What is said where the rank that comes first fails; of graphs after that."""
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
 
     def fails(_: str | None) -> None:
         time.sleep(0.3)
@@ -123,10 +123,10 @@ def test_a_rank_that_fails_to_compile_says_so() -> None:
 
 def one_hangs() -> str:
     """The rank that comes first begins to compile, and waits for the other."""
-    consensus.agree("start", "", "")
+    meeting.agree("start", "", "")
 
     def hangs(_: str | None) -> None:
-        consensus.gather("elsewhere", "", timeout=30.0)
+        meeting.gather("elsewhere", "", timeout=30.0)
 
     return caught(compile_once, graph(), "one_hangs", hangs)
 
@@ -154,7 +154,7 @@ def by_folders(folders: list[str]) -> tuple[int, bool]:
         return compiled
 
     try:
-        consensus.agree("start", "", "")
+        meeting.agree("start", "", "")
         compile_once(graph(), "by_folders", compiles)
         found = _torch.inductor.cache_entry(compiled)
         return len(made), found is not None and found[1] == content

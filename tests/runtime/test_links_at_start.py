@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from fxpar.config import Options
-from fxpar.runtime.calibrate import at_start
+from fxpar.runtime.calibrate import measure
 from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost import hardware_table
 from fxpar.sharding.cost.hardware_table import Level, Measured, lookup
@@ -27,7 +28,7 @@ def started(
 ) -> tuple[tuple[Level, ...], int]:
     """Levels that ``detect`` gives after a start, and how often they were measured."""
     groups.ensure_process_group()
-    at_start._AGREED.clear()
+    measure._AGREED.clear()
     rank = torch.distributed.get_rank()
     place = json.loads(places).get(str(rank), f"host {rank}")
     # Ranks measure unlike figures; rank 0's count.
@@ -40,13 +41,13 @@ def started(
     }
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
-            stack.enter_context(mock.patch.object(at_start, name, stand_in))
-        files = at_start.cache_files
+            stack.enter_context(mock.patch.object(measure, name, stand_in))
+        files = measure.cache_files
         stack.enter_context(mock.patch.object(files, "folder", lambda: Path(folder)))
         read = Options.read(json.loads(options))
         for _ in range(2):
-            at_start.measure_first(read)
-        calls = at_start._measured.call_count
+            measure.measure_first(read)
+        calls = measure._measured.call_count
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(
             mock.patch.object(torch.cuda, "get_device_name", lambda: GPU)
@@ -84,11 +85,11 @@ def test_where_nothing_is_measured(tmp_path: Path) -> None:
 
 
 def test_levels_come_back_from_text() -> None:
-    text = at_start._text((LEVEL, LEVEL))
-    assert at_start._parse(json.loads(text)) == (LEVEL, LEVEL)
+    text = json.dumps([asdict(LEVEL), asdict(LEVEL)])
+    assert measure._parse(json.loads(text)) == (LEVEL, LEVEL)
 
 
 def test_a_process_on_cpu_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_start, "_agreed", mock.Mock(side_effect=AssertionError))
-    at_start.measure_first(Options())
+    monkeypatch.setattr(measure, "_agreed", mock.Mock(side_effect=AssertionError))
+    measure.measure_first(Options())
     assert hardware_table.detect() == lookup("cpu")

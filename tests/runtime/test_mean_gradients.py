@@ -21,9 +21,9 @@ from fxpar.config import Options
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.passes.order.hand_over import hand_over
 from fxpar.runtime.calls import outside_graphs
-from fxpar.runtime.ranks import gradient_buckets, mean_gradients, meeting
-from fxpar.runtime.ranks.gradient_buckets import MeanOver
+from fxpar.runtime.ranks import mean_gradients, meeting
 from fxpar.runtime.ranks.groups import join
+from fxpar.runtime.ranks.mean_gradients import MeanOver
 from tests.helpers.spawn import shared_pool
 
 WAYS = ("eager", "graph", "inductor")
@@ -216,12 +216,12 @@ def backend(way):
     return compile_graph
 
 
-def over_all(_):
+def over_all():
     return MeanOver(dist.group.WORLD.group_name, dist.get_world_size())
 
 
 def watched(module, way):
-    mean_gradients.watch("model", {"": module}, over_all)
+    mean_gradients.watch("model", {"": module}, over_all())
     if way == "eager":
         return module
     torch._dynamo.reset()
@@ -251,12 +251,12 @@ def far(ours, theirs):
 
 @contextlib.contextmanager
 def small_buckets():
-    sizes = gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET
-    gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET = 500, 2500
+    sizes = mean_gradients.FIRST_BUCKET, mean_gradients.BUCKET
+    mean_gradients.FIRST_BUCKET, mean_gradients.BUCKET = 500, 2500
     try:
         yield
     finally:
-        gradient_buckets.FIRST_BUCKET, gradient_buckets.BUCKET = sizes
+        mean_gradients.FIRST_BUCKET, mean_gradients.BUCKET = sizes
 
 
 def averaged(module):
@@ -335,7 +335,7 @@ class Rows(nn.Module):
 
 def train_sparse():
     model = Rows()
-    mean_gradients.watch("rows", {"": model}, over_all)
+    mean_gradients.watch("rows", {"": model}, over_all())
     model(torch.tensor([dist.get_rank()])).sum().backward()
 
 
@@ -349,13 +349,13 @@ def skip_a_backward(then):
     join(Options.read({"inputs": "local"}))  # reads FXPAR_TIMEOUT
     torch.manual_seed(7)
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    mean_gradients.watch("model", {"": model}, over_all)
+    mean_gradients.watch("model", {"": model}, over_all())
     for _ in range(3 - dist.get_rank()):
         model(torch.randn(2, 3)).sum().backward()
     if dist.get_rank() and then == "sleeps":
         time.sleep(5)
     elif then == "watches":
-        mean_gradients.watch("other", {"": other}, over_all)
+        mean_gradients.watch("other", {"": other}, over_all())
     elif then == "calls":
         outside_graphs._take_buffers("other", [torch.ones(3)])
 
@@ -382,7 +382,7 @@ def test_a_rank_that_runs_fewer_backwards_is_named(then):
 def fail_on_one_rank():
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    mean_gradients.watch("model", {"": model}, over_all)
+    mean_gradients.watch("model", {"": model}, over_all())
 
     def fail(_):
         raise ValueError("no such row")
@@ -441,10 +441,10 @@ def with_arguments():
         x = torch.randn(2, 4, dtype=torch.float64)
         # The same functions, in another order.
         for name, p in (("w", w), ("v", v))[:: -1 if rank else 1]:
-            mean_gradients.note("fn", {name: p}, over_all)
+            mean_gradients.note("fn", {name: p}, over_all())
         y = model(x) @ w
         leaves = {str(i): p for i, p in enumerate(mean_gradients.leaves_under(y))}
-        mean_gradients.note("loss", leaves, over_all, early=False)
+        mean_gradients.note("loss", leaves, over_all(), early=False)
         if rank == 0 or step:
             y = y @ v
         y.square().sum().backward()
@@ -469,7 +469,7 @@ def test_parameters_that_are_seen_in_arguments():
 def train_unknown():
     torch.manual_seed(7)
     w = nn.Parameter(torch.randn(3))
-    mean_gradients.note("fn", {"wv"[dist.get_rank()]: w}, over_all)
+    mean_gradients.note("fn", {"wv"[dist.get_rank()]: w}, over_all())
     w.sum().backward()
 
 
@@ -487,11 +487,11 @@ def inside_ddp():
         model = nn.Linear(3, 3).double()
         twin = copy.deepcopy(model)
         if early:
-            mean_gradients.watch("model", {"": model}, over_all)
+            mean_gradients.watch("model", {"": model}, over_all())
         ddp, own = map(DistributedDataParallel, (model, twin))
         mean_gradients.leave(ddp.parameters())
         if not early:
-            mean_gradients.watch("model", {"": model}, over_all)
+            mean_gradients.watch("model", {"": model}, over_all())
         for _ in range(2):
             x = torch.randn(2, 3, dtype=torch.float64) * (1 + dist.get_rank())
             ddp(x).square().sum().backward()
@@ -510,7 +510,7 @@ def unequal_values():
     model.weight.data.normal_()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mean_gradients.watch("model", {"": model}, over_all)
+        mean_gradients.watch("model", {"": model}, over_all())
     model.running_mean += 1 + dist.get_rank()
     model.num_batches_tracked += dist.get_rank()
     outside_graphs._take_buffers("model", list(model.buffers()))
@@ -532,7 +532,7 @@ def grow_and_shrink():
     wrong = 0
     for i in range(6):
         model = nn.Linear(3, 2 + i).double()
-        mean_gradients.watch(f"model {i}", {"": model}, over_all)
+        mean_gradients.watch(f"model {i}", {"": model}, over_all())
         for _ in range(2):
             x = torch.randn(2, 3, dtype=torch.float64)
             (own,) = torch.autograd.grad(model(x).square().sum(), [model.weight])
@@ -554,7 +554,7 @@ def test_models_come_and_go():
 def end_of_group():
     """A backward once the process group is gone."""
     p = nn.Parameter(torch.ones(3))
-    mean_gradients.watch("model", {"": nn.ParameterList([p])}, over_all)
+    mean_gradients.watch("model", {"": nn.ParameterList([p])}, over_all())
     group = _torch.distributed.default_group()
     with mock.patch.object(_torch.distributed, "default_group", lambda: None):
         p.square().sum().backward()

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import mailboxes, meeting, own_process, patience, presence
-from fxpar.runtime.ranks.mailboxes import Mailboxes
+from fxpar.runtime.ranks import meeting, patience, presence
+from fxpar.runtime.ranks.meeting import Mailboxes
 from tests.helpers.patience import given_up
 from tests.helpers.spawn import shared_pool
 
@@ -75,10 +75,10 @@ def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
     for _ in range(10):  # opens the file
         meeting.meet("it", "")
     with mock.patch.object(channel.boxes, "read", noted):
-        with mock.patch.object(mailboxes, "_MOMENT", 30.0):
+        with mock.patch.object(meeting, "_MOMENT", 30.0):
             for n in range(5):
                 heard += meeting.meet("it", f"{n} of {rank}")
-        with mock.patch.object(mailboxes, "_MOMENT", 0.0):
+        with mock.patch.object(meeting, "_MOMENT", 0.0):
             time.sleep(0.2 if rank == 1 else 0.0)
             late = meeting.meet("it", f"late {rank}")
         long = meeting.meet("it", f"{rank}" * (1 << 14))
@@ -124,7 +124,7 @@ def test_a_box_holds_the_word_of_one_call() -> None:
     assert first.read(4) is None, "the second looks in the store"
     first.write(5, "a5")
     second.write(5, "b5")
-    at = second._box(0, 5) + mailboxes._HEAD.size
+    at = second._box(0, 5) + meeting._HEAD.size
     second._memory[at : at + 1] = b"x"
     assert second.read(5) is None, "half written"
 
@@ -213,11 +213,11 @@ def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
 def idles_with_many_groups() -> float:
     """The share of a core that a rank is said to compute, which waits."""
     groups = [dist.new_group() for _ in range(40)]
-    begin, before = time.monotonic(), own_process.computed()
+    begin, before = time.monotonic(), presence.computed()
     process = time.process_time()
     time.sleep(1.0)
     took = time.monotonic() - begin
-    share = (own_process.computed() - before) / took
+    share = (presence.computed() - before) / took
     assert time.process_time() - process > presence.BUSY * took, "no idling threads"
     for group in groups:
         dist.destroy_process_group(group)
@@ -233,15 +233,15 @@ def test_a_rank_with_many_groups_does_not_work() -> None:
 def test_who_serves_and_answers_does_not_work() -> None:
     """The rank with the store computes for those that wait: that is not its program."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before, begin = time.process_time(), own_process.computed()
+    before, begin = time.process_time(), presence.computed()
     for _ in range(3000):
         store.add("asked", 0)
-    took, computed = time.process_time() - before, own_process.computed() - begin
+    took, computed = time.process_time() - before, presence.computed() - begin
     assert computed < 0.1 * took
     sums = torch.ones(300, 300)
     worker = threading.Thread(target=lambda: [sums @ sums for _ in range(300)])
     worker.start()
-    while worker.is_alive() and own_process.computed() - begin <= 10 * computed + 0.01:
+    while worker.is_alive() and presence.computed() - begin <= 10 * computed + 0.01:
         time.sleep(0.01)
     assert worker.is_alive(), "what it computes was not seen"
     worker.join()

@@ -18,7 +18,7 @@ from fxpar import _torch, cache_files, choose_plan, pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.steps import lowering_steps
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
@@ -219,27 +219,34 @@ def without_digest(text: str) -> str:
     return "{}"
 
 
+def signed(data: dict[str, Any]) -> str:
+    """A record with the digest of its other entries."""
+    del data["digest"]
+    digest = cache_files._digest_of(json.dumps(data, sort_keys=True))
+    return json.dumps(data | {"digest": digest})
+
+
 def anothers(text: str) -> str:
     data = json.loads(text) | {"key": "f" * 64}
-    return json.dumps(data | {"digest": cache_files._digest(data)})
+    return signed(data)
 
 
 def no_plan(text: str) -> str:
     data = json.loads(text) | {"plan": {"mesh": "dp=2"}}
-    return json.dumps(data | {"digest": cache_files._digest(data)})
+    return signed(data)
 
 
 def no_mesh(text: str) -> str:
     data = json.loads(text)
     data["plan"]["mesh"] = "nonsense"
-    return json.dumps(data | {"digest": cache_files._digest(data)})
+    return signed(data)
 
 
 def another_programs(text: str) -> str:
     """A plan in order that does not fit the program."""
     other = nn.Sequential(*layer(), nn.BatchNorm1d(64).double())
     data = json.loads(text) | {"plan": planned(other, keep=False).plan.to_record()}
-    return json.dumps(data | {"digest": cache_files._digest(data)})
+    return signed(data)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +385,7 @@ def test_other_ranks_follow_rank_0s_links(
         told.append(text)
         return [told[0]]
 
-    monkeypatch.setattr(consensus, "gather", gather)
+    monkeypatch.setattr(meeting, "gather", gather)
     change = open_mesh if opened else resting
     mine = planned(mesh="dp=4" if opened else "dp=2,tp=2", change=change)
     count = len(searches)

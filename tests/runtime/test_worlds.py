@@ -12,9 +12,10 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
+from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.runtime.calls.open_sizes import Fed, Sizes
 from fxpar.runtime.ranks import (
     check_inputs,
-    consensus,
     groups,
     meeting,
     patience,
@@ -34,7 +35,7 @@ MESH = "dp=2,tp=2"
 def join(mesh: str = MESH) -> Ranks:
     """This process's place, once all ranks are here, with channels open."""
     ranks = groups.join(Options(mesh=mesh, inputs="local"))
-    consensus.gather("begin", "")
+    meeting.gather("begin", "")
     return ranks
 
 
@@ -44,7 +45,7 @@ def place_of(mesh: str) -> dict[str, Any]:
     with ranks.inside():
         world = worlds.current()
         assert world is not None
-        numbers = consensus.gather_numbers("numbers", [dist.get_rank()])
+        numbers = meeting.gather_data("numbers", [dist.get_rank()])
         return {
             "mesh": str(ranks.mesh),
             "rank": ranks.rank,
@@ -53,9 +54,9 @@ def place_of(mesh: str) -> dict[str, Any]:
             "ranks": list(world.ranks),
             "place": (world.place, world.places),
             "gathered": [number for [number] in numbers],
-            "texts": consensus.gather("it", str(dist.get_rank())),
+            "texts": meeting.gather("it", str(dist.get_rank())),
             "words": meeting.meet("it", str(dist.get_rank())),
-            "leads": consensus.is_leader(),
+            "leads": meeting.is_leader(),
             "channel": meeting.current() is not None,
         }
 
@@ -99,11 +100,11 @@ def in_turn() -> tuple[list[Any], list[int]]:
         time.sleep(0.05 * (me % 3))
         with ranks.inside():
             heard.append(meeting.meet("it", f"{me} {turn}"))
-            heard.append(consensus.gather(f"turn {turn}", str(me)))
+            heard.append(meeting.gather(f"turn {turn}", str(me)))
             with worlds.inside(None):  # as a backward in a call of a place
                 assert worlds.current().size == 4
             assert worlds.current().size == 2
-            assert consensus.agree(f"the end of {turn}", "same", "text")
+            assert meeting.agree(f"the end of {turn}", "same", "text")
     heard.append(meeting.meet("all", f"{me}"))
     return heard, [now - then for now, then in zip(_counts(), before, strict=True)]
 
@@ -186,18 +187,18 @@ def one_fails(way: str) -> tuple[str, float]:
     with ranks.inside():
         try:
             if me == 3 and way == "round":
-                consensus.abort(ValueError("no memory"))
+                meeting.abort(ValueError("no memory"))
             elif me == 3:
                 meeting.fail("no memory")
             elif way == "round":
-                consensus.agree("graph", "digest", "plan")
+                meeting.agree("graph", "digest", "plan")
             else:
                 meeting.meet("it", "word")
         except RankMismatchError as error:
             said = str(error)
         took = time.monotonic() - begin
         assert len(meeting.meet("it", "after")) == 2
-        assert len(consensus.gather("after", "it")) == 2
+        assert len(meeting.gather("after", "it")) == 2
     assert len(meeting.meet("it", "all")) == 4
     return said, took
 
@@ -220,7 +221,7 @@ def unlike(what: str) -> str:
                 x += me == 3
                 check_inputs.check_same([("x", "input", x)])
             else:
-                consensus.agree("graph", str(me // 3), f"text {me}")
+                meeting.agree("graph", str(me // 3), f"text {me}")
         except (InputMismatchError, RankMismatchError) as error:
             return str(error)
     return ""
@@ -282,7 +283,7 @@ def one_is_held_up() -> float:
             ranks.group(["dp"])
         if me in (0, 1):
             with ranks.inside(), patience.in_call():
-                consensus.agree("graph", "digest", "plan")
+                meeting.agree("graph", "digest", "plan")
     finally:
         patience.set_timeouts(30.0, 600.0)
     return time.monotonic() - begin
@@ -308,7 +309,7 @@ def counts_that_differ() -> list[str]:
             time.sleep(3.0)
         if me > 1:
             meeting.meet("it", "late")
-            consensus.gather("late", "it")
+            meeting.gather("late", "it")
     return meeting.meet("all", f"{me}")
 
 
@@ -374,3 +375,21 @@ def test_one_process_has_no_world() -> None:
     worlds.barrier()
     with worlds.inside(None):
         assert meeting.current() is None
+
+
+def unequal_sizes() -> str:
+    """What the ranks of this process's place hear where their sizes differ."""
+    ranks = join()
+    module = torch.fx.symbolic_trace(torch.nn.Identity())
+    (node,) = module.graph.find_nodes(op="placeholder")
+    node.meta["example_value"] = torch.ones(2)
+    fed = Fed(module, [NamedInput("x", "input")], None)
+    with ranks.inside(), pytest.raises(InputMismatchError) as error:
+        fed.require_same([Sizes(((2,),), ()), Sizes(((3,),), ())])
+    return str(error.value)
+
+
+def test_ranks_of_a_place_are_named_as_users_number_them() -> None:
+    first, _, _, last = shared_pool(4).run(unequal_sizes)
+    assert "[2] on rank 0, [3] on rank 1" in first
+    assert "[2] on rank 2, [3] on rank 3" in last

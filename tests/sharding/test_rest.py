@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.features.at_rest.parameter_layouts import layouts_of
+from fxpar.features.at_rest.used_layouts import layouts_as_used, layouts_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
+    FEW,
     at_rest,
     derived,
     is_worth_chunks,
@@ -245,3 +247,38 @@ def test_words_of_a_hint_hold_of_a_parameter_at_rest():
         layouts = layouts_of(model, mesh, table, {}, strict=True)
         layout = layouts[id(model.weight)]
         assert (layout.spec, layout.hint) == (rests, words)
+
+
+def test_layers_of_one_kind_are_laid_out_in_one_way() -> None:
+    """Where memory would allow some of them to stay whole as they are used, and not
+    all: layers that repeat are one."""
+    mesh, split, whole = BOTH, Spec.parse("[tp, _]"), Spec.whole(2)
+    for layers in (1, 2, 4, 8, 16):
+        uses = {
+            "up": (layers, (64, 64), split),
+            "k": (layers, (16, 64), whole),
+            "v": (layers, (16, 64), whole),
+            "words": (1, (256, 64), split),
+        }
+        specs = layouts_as_used(uses, mesh, even=True)
+        assert set(specs) == set(uses)
+        # A rank may hold so much more, for all layers of a kind at once.
+        smallest = {
+            kind: at_rest(shape, mesh, whole.dims, (), ())
+            for kind, (_, shape, _) in uses.items()
+        }
+        least, most = (
+            sum(
+                n * math.prod(each[kind].local_shape(mesh, shape))
+                for kind, (n, shape, _) in uses.items()
+            )
+            for each in (smallest, specs)
+        )
+        assert least <= most <= least * (1 + 1 / FEW)
+
+
+@pytest.mark.parametrize("spec", ["[_, tp+dp]", "[tp+dp, _]", "[dp, tp]", "[tp, dp]"])
+def test_a_layout_that_a_search_chose_is_taken_as_it_is(spec: str) -> None:
+    """Its price, of gathers along one dim, is right for no other."""
+    uses = {"words": (1, (64, 64), Spec.parse(spec))}
+    assert layouts_as_used(uses, BOTH, even=True) == {"words": Spec.parse(spec)}

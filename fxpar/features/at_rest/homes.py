@@ -20,6 +20,7 @@ from torch import nn
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.ranks.groups import OnMesh
+from fxpar.sharding.plan import Plan
 
 AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
@@ -37,7 +38,8 @@ class Home(OnMesh):
     reduce_dtype: str = ""  # as the option of this name, as text; "" if it is not set
     waiting: bool = False  # whether the code is inside ``no_sync``
     unreduced: bool = False  # whether gradients of earlier steps wait to be reduced
-    hooked: bool = False  # whether parameters have the hooks that reduce them
+    # By id, weak references to the parameters that have a hook which reduces them.
+    hooked: dict[int, Any] = field(default_factory=dict)
     # The last read of each parameter by eager code, until the forward ends: by the id
     # of the parameter, or by the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class Home(OnMesh):
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
+    # The plan of that graph, on the rank that planned; None: none was made.
+    laid_out_by: Plan | None = None
     is_even: bool = True  # whether all shards of each parameter have equal shapes
     # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
@@ -68,6 +72,7 @@ class Home(OnMesh):
             self.param_dtype,
             self.reduce_dtype,
             movable=set(self.movable),
+            laid_out_by=self.laid_out_by,
             is_even=self.is_even,
             copies=self.copies,
             round=self.round,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,18 +32,18 @@ from fxpar.features.at_rest.dtensor_ops import (
     serve_parts,
 )
 from fxpar.features.at_rest.homes import AT_REST, Home, ParameterAtRest
-from fxpar.features.at_rest.parameter_layouts import (
+from fxpar.features.at_rest.sharded_modules import adopt
+from fxpar.features.at_rest.used_layouts import (
     ParameterLayout,
     Uses,
+    decided,
     layouts_of,
+    uses_of,
     with_parts,
 )
-from fxpar.features.at_rest.sharded_modules import adopt
-from fxpar.features.at_rest.used_layouts import decided, uses_of
-from fxpar.runtime.calibrate.at_start import measure_first
-from fxpar.runtime.ranks import consensus
-from fxpar.runtime.ranks.check_inputs import check_same
-from fxpar.runtime.ranks.compare_options import check_options, options_text
+from fxpar.runtime.calibrate.measure import measure_first
+from fxpar.runtime.ranks import meeting
+from fxpar.runtime.ranks.check_inputs import check_options, check_same, options_text
 from fxpar.runtime.ranks.drift import note_steps
 from fxpar.runtime.ranks.groups import HOME, Ranks, device_mesh_of, join, settle
 from fxpar.runtime.ranks.presence import user_line
@@ -169,9 +170,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def _reduce_later(model: nn.Module, home: Home) -> None:
     """Let the next backward outside ``no_sync`` reduce gradients that are partial over
     batch axes to their parameters' layout."""
-    if home.hooked:
-        return
-    home.hooked = True
 
     def reduce(parameter: Any) -> None:
         if home.waiting:
@@ -183,9 +181,11 @@ def _reduce_later(model: nn.Module, home: Home) -> None:
         ):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(reduce)
+    for p in model.parameters():  # some may have been frozen until now
+        before = home.hooked.get(id(p))
+        if p.requires_grad and (before is None or before() is not p):
+            p.register_post_accumulate_grad_hook(reduce)
+            home.hooked[id(p)] = weakref.ref(p)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -268,9 +268,9 @@ def _uses(
 
     what = call, declare, ranks, table, options
     try:
-        decision = decided(*what, name="the sample's call")
+        decision = decided(*what, name="the sample's call").decided
     except Exception as error:
-        consensus.abort(error)
+        meeting.abort(error)
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
@@ -296,7 +296,7 @@ def swap_parameters(
     names = {id(p): name for name, p in model.named_parameters()}
     sizes = ranks.mesh.sizes
     batch = tuple(axis for axis in batch_axes(ranks.mesh) if sizes[axis] > 1)
-    home = Home(str(ranks.mesh), batch, round=consensus.round_number())
+    home = Home(str(ranks.mesh), batch, round=meeting.meetings())
     home.movable = {*names.values()} if movable else set()
     forms = {id(p): tuple(p.shape) for p in model.parameters()}
     home.is_even = all(

@@ -6,7 +6,7 @@ forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
 ``state_dict``) it is the DTensor parameter itself. Its methods handle what a user does
 to the module: a parameter that is replaced, a module that is converted, copied or
-pickled. Never: a decision on a layout, which ``parameter_layouts`` makes.
+pickled. Never: a decision on a layout, which ``used_layouts`` makes.
 """
 
 from __future__ import annotations
@@ -225,7 +225,12 @@ def guarded(cls: type) -> Callable[..., None]:
         infos = self.__dict__.get(AT_REST, {})
         if name in infos and param is not None:
             home = self.__dict__[HOME]
-            if not isinstance(param, DTensor) or not _is_part(param, home):
+            is_part = False
+            if isinstance(param, DTensor):
+                mesh, layout = layout_of(param)
+                same = mesh.axes == Mesh.parse(home.mesh).axes
+                is_part = same and not layout.partial
+            if not is_part:
                 raise ShardError(
                     f"parameter {name!r} of a {cls.__name__} is replaced after "
                     "fxpar.shard",
@@ -233,7 +238,6 @@ def guarded(cls: type) -> Callable[..., None]:
                     fix="replace it before fxpar.shard; or copy values in, with "
                     "load_state_dict",
                 )
-            _, layout = layout_of(param)
             self.__dict__[AT_REST] = infos | {
                 name: replace(infos[name], shape=tuple(param.shape), spec=str(layout))
             }
@@ -243,12 +247,6 @@ def guarded(cls: type) -> Callable[..., None]:
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
 
     return register_parameter
-
-
-def _is_part(parameter: DTensor, home: Home) -> bool:
-    """Return whether a parameter is sharded on the mesh of a model."""
-    mesh, spec = layout_of(parameter)
-    return mesh.sizes == Mesh.parse(home.mesh).sizes and not spec.partial
 
 
 def converted(cls: type) -> Callable[..., nn.Module]:

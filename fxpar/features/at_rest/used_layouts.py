@@ -12,9 +12,11 @@ tensor a user may hold.
 
 from __future__ import annotations
 
-import json
+import fnmatch
 import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,29 +29,28 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
 from fxpar.config import Options
-from fxpar.errors import RankMismatchError
+from fxpar.errors import HintError, MeshError, RankMismatchError
 from fxpar.features.at_rest.crossings import layout_of, part_of
 from fxpar.features.at_rest.dtensor_ops import gathered
 from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
 from fxpar.features.at_rest.homes import (
     AT_REST,
     Home,
-    ParameterAtRest,
     live_homes,
 )
-from fxpar.features.at_rest.parameter_layouts import Uses, layouts_as_used
+from fxpar.option_values import nearest
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.compile_variants import CompileJob
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.calls.call_variants import CompileJob
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import HOME, Ranks, coming_graph
 from fxpar.runtime.stage_times import LAYOUT, stage
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.hints import Entries, load
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.hints import Entries, Hint, axes_of, check, check_chunks, load, read
+from fxpar.sharding.mesh import Mesh, parts_among
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
 from fxpar.sharding.plan import Plan
@@ -59,12 +60,168 @@ from fxpar.sharding.plan_request import (
     plan_mode,
 )
 from fxpar.sharding.program import Input, Output
+from fxpar.sharding.propagate.at_rest import FEW, at_rest, is_worth_chunks
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.spec import Spec
+
+# A sample plan: parameter name -> the spec it is used in.
+Uses = Mapping[str, Spec]
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Holds the layout of one parameter at rest."""
+
+    spec: Spec  # spec of the shards
+    hint: str  # the hint on it, as ``constrain`` takes one; "" if there is none
+
+
+def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
+    """Return the mesh refined to the parts of axes that hints and the sample's plan
+    name. Raises HintError for parts that the mesh does not have."""
+    for spec in uses.values():
+        mesh = mesh.refined(spec.axes)
+    for pattern, hint in table.items():
+        what = f"hint {pattern!r}"
+        try:
+            mesh = mesh.refined(parts_among(axes_of(hint, what)))
+        except MeshError as error:
+            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
+    return mesh
+
+
+def layouts_of(
+    model: nn.Module,
+    mesh: Mesh,
+    table: Mapping[str, Entries],
+    uses: Uses,
+    *,
+    strict: bool,
+) -> dict[int, ParameterLayout]:
+    """Choose the layout of each parameter, by its id. ``strict``: each hint must match
+    some parameter. Raises HintError."""
+    names_of: dict[int, list[str]] = {}
+    parameters = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(p), []).append(name)
+        parameters[id(p)] = p
+    if strict:
+        _refuse_unmatched(table, list(names_of.values()))
+    stages = pipeline_axis(mesh)
+    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
+    decided = {*mesh.parts(filter(mesh.has, decided))}
+    arguments: dict[int, tuple[Any, ...]] = {}  # arguments of ``at_rest``
+    hints: dict[int, str] = {}
+    for key, names in names_of.items():
+        shape = tuple(parameters[key].shape)
+        hint = _hint_of(names, shape, mesh, table, uses)
+        elsewhere = {*decided, *hint.whole}
+        arguments[key] = shape, without_stages(mesh), hint.dims, hint.closed, elsewhere
+        hints[key] = ",".join(hint.words)
+    even = stages is not None or not is_worth_chunks(arguments.values())
+    layouts = {}
+    for key, (shape, *rest) in arguments.items():
+        spec = at_rest(shape, *rest, even=even)
+        if stages is not None:
+            spec = split_over_stages(spec, shape, mesh, stages)
+        layouts[key] = ParameterLayout(spec, hints[key])
+    return layouts
+
+
+def layouts_as_used(
+    uses: Mapping[Any, tuple[int, Sequence[int], Spec]], mesh: Mesh, *, even: bool
+) -> dict[Any, Spec]:
+    """Choose the layout of each kind of parameters from their number, their shape and
+    the spec in which a program uses them: split as they are used along axes that do not
+    split the batch, and further by all other axes, along the dim of that spec if it has
+    them too (as one that a search chose, whose price is right for no other dim).
+    Parameters that are used whole along an axis that splits others stay whole along it,
+    the smallest first and all of a kind or none, since layers that repeat are one;
+    while a rank holds at most 1 / ``FEW`` more. ``even``: all shards must have equal
+    shapes."""
+    used = {axis for _, _, use in uses.values() for axis in use.sharded_axes}
+    specs, more, total = {}, [], 0
+    for kind, (count, shape, use) in uses.items():
+        dims = use.without(batch_axes(mesh))
+        dims = dims.evened(mesh, shape) if even else dims.in_chunks(mesh, shape)
+        specs[kind], as_used = (
+            at_rest(shape, mesh, dims.dims, (), elsewhere, even=even)
+            for elsewhere in ((), used)
+        )
+        least, size, own = (
+            math.prod(x.local_shape(mesh, shape)) for x in (specs[kind], as_used, use)
+        )
+        total += count * least
+        if own <= least and use.is_even(mesh, shape):
+            specs[kind] = use
+        more.append((size - least, count, kind, as_used))
+    left = total // FEW
+    for size, count, kind, as_used in sorted(more, key=lambda x: x[0]):
+        left -= count * size
+        if left >= 0:
+            specs[kind] = as_used
+    return specs
+
+
+def _hint_of(
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    table: Mapping[str, Entries],
+    uses: Uses,
+) -> Hint:
+    """Return the last hint on a parameter, else its use as a hint, in mesh axes."""
+    hits = [
+        (pattern, hint)
+        for pattern, hint in table.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    ]
+    if not hits:
+        use = next((uses[name] for name in names if name in uses), None)
+        dims = use.refined(mesh).dims if use is not None else ()
+        return Hint(dims, (False,) * len(dims), (None,) * len(dims))
+    pattern, entry = hits[-1]
+    what = f"hint {pattern!r} on {names[0]}"
+    hint = read(entry, len(shape), what)
+    check(hint, without_stages(mesh), what)
+    dims = tuple(map(mesh.parts, hint.dims))
+    check_chunks(dims, shape, mesh, what)
+    return replace(hint, dims=dims, whole=mesh.parts(hint.whole))
+
+
+def _refuse_unmatched(
+    table: Mapping[str, Entries], names_of: Sequence[Sequence[str]]
+) -> None:
+    """Raise HintError if a hint is for no parameter."""
+    every = [name for names in names_of for name in names]
+    for pattern in table:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in every):
+            continue
+        first_names = [names[0] for names in names_of]
+        hint = (
+            nearest(pattern, first_names)
+            or f"names are such as {', '.join(first_names[:4])}"
+        )
+        raise HintError(f"hint {pattern!r} matches no parameter", fix=hint)
+
+
+def _axes_in_use(
+    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
+) -> set[str]:
+    """Return the axes that hints or a sample's plan use for some parameter: where they
+    do not split another parameter, it is whole along them, as in tensor parallelism,
+    and not split for memory."""
+    axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
+    for pattern, hint in table.items():
+        if fnmatch.filter(names, pattern):
+            axes |= {*axes_of(hint, f"hint {pattern!r}")}
+    return axes
+
 
 log = logging.getLogger("fxpar")
 
-FORMAT = "fxpar rests 1"
+FORMAT = "fxpar rests 2"
 
 
 def decided(
@@ -77,7 +234,7 @@ def decided(
     name: str,
     plan: Callable[..., JointState] = planned,
     ends: Sequence[Callable[[str, str, int | None], Output]] = (),
-) -> Decision:
+) -> JointState:
     """Trace and plan a call: by ``planned``, once for all ranks, which must all call;
     by ``searched`` on this rank only. ``declare`` and ``ends``: as ``read_signature``
     takes them. Plan files and "replicate" are ignored."""
@@ -100,7 +257,7 @@ def decided(
     )
     if ranks.open:
         request = request.with_open_mesh(ranks.mesh)
-    return plan(module.graph, fake_mode, request).decided
+    return plan(module.graph, fake_mode, request)
 
 
 def uses_of(decision: Decision) -> Uses:
@@ -114,17 +271,30 @@ def uses_of(decision: Decision) -> Uses:
     }
 
 
-def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None:
+def settled(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> CompileJob:
     """Reshard parameters that no program has read yet as this Dynamo graph uses them,
-    and make Dynamo trace again; return if none changes.
+    and make Dynamo trace again; if none changes, return the job with the plan by which
+    its parameters were laid out.
 
     All ranks must call it. Raises RankMismatchError if a rank does not.
     """
     read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
-    homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
-    homes = [home for home in homes if home.movable]
-    if not homes or job.ranks.open:
-        return
+    every = list(dict.fromkeys(getattr(x, HOME) for x in read))
+    homes = [home for home in every if home.movable]
+    if homes and not job.ranks.open:
+        _lay_out_first(gm, examples, job, homes, read)
+    plans = (home.laid_out_by for home in every)
+    return replace(job, laid_out_by=next(filter(None, plans), None))
+
+
+def _lay_out_first(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    job: CompileJob,
+    homes: Sequence[Home],
+    read: Sequence[Any],
+) -> None:
+    """Do the work of ``settled`` for models that have movable parameters."""
     if not _can_move(homes[0], job.options):
         for home in homes:
             home.movable.clear()
@@ -136,7 +306,7 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
         with stage(LAYOUT):
             moves = _moved(gm, examples, job, homes, ours)
     except Exception as error:
-        consensus.abort(error)
+        meeting.abort(error)
         raise
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
@@ -151,10 +321,12 @@ def _moved(
 ) -> dict[str, Spec] | None:
     """Reshard ``ours`` to the layouts that rank 0 plans, and return the new specs of
     those that changed; None if ranks read different parameters."""
-    twins, texts = twins_of(ours.values()), {}
-    if consensus.is_leader():
+    twins, texts = twins_of(ours.values()), dict[str, str]()
+    if meeting.is_leader():
         with presence.works("plans how to shard parameters"):
-            texts = _planned(gm, examples, job, ours)
+            texts, plan = _planned(gm, examples, job, ours)
+        for home in homes:
+            home.laid_out_by = plan
     moves = _agreed(ours, texts)
     for home in homes:
         own_names = {x.name for x in ours.values() if x.home is home}
@@ -201,20 +373,19 @@ def _agreed(
     models.
     """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
-    digest, tag = consensus.digest_of("\n".join(lines)), "layouts of parameters"
+    digest, tag = meeting.digest_of("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
     message = {"digest": digest, "rests": own_texts, "models": models}
-    texts = consensus.gather(tag, json.dumps(message))
-    messages = [json.loads(text) for text in texts]
+    messages = meeting.gather_data(tag, message)
     if not set.intersection(*({*message["models"]} for message in messages)):
-        raise consensus.as_reported(
+        raise meeting.as_reported(
             RankMismatchError(
                 "ranks call different models of fxpar.shard",
                 fix="call models in one order on every rank",
             )
         )
     if any(message["digest"] != digest for message in messages):
-        every = [{*json.loads(x)} for x in consensus.gather(tag, json.dumps(lines))]
+        every = [{*lines_} for lines_ in meeting.gather_data(tag, lines)]
         common = set.intersection(*every)
         keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
         if any(x != keys[0] for x in keys):
@@ -236,29 +407,35 @@ def _planned(
     examples: Sequence[Any],
     job: CompileJob,
     ours: Mapping[str, Movable],
-) -> dict[str, str]:
-    """Return the planned spec of each parameter as text, from the record of an earlier
-    start or from a plan made here; none if planning fails, since compiling the graph
-    then says why."""
+) -> tuple[dict[str, str], Plan | None]:
+    """Return the planned spec of each parameter as text, and the plan, if there is one
+    but that of a file, from the record of an earlier start or made here; no specs if
+    planning fails, since compiling the graph then says why."""
     text = known_programs.text_of(
         gm, job.named_inputs, examples, job.options, job.ranks, [*ours]
     )
-    key = consensus.digest_of(text or "")
+    key = meeting.digest_of(text or "")
     path = cache_files.folder() / f"{key}.rests.json"
-    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
-    if record:
-        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
+
+    def decode(data: dict[str, Any]) -> tuple[dict[str, str], Plan]:
+        texts = {str(k): str(Spec.parse(x)) for k, x in data["rests"].items()}
+        return texts, Plan.from_dict(data["plan"])
+
+    record = cache_files.read_record(path, FORMAT, key, decode) if text else None
+    if record is not None:
+        return record
     try:
         with _torch.dynamo.outside_of_trace():
-            uses = _uses(gm, examples, job, ours)
+            uses, plan = _uses(gm, examples, job, ours)
     except Exception:
         log.info("parameters stay sharded as they are", exc_info=True)
-        return {}
+        return {}, None
     specs = _as_used(uses, job.named_inputs, examples, ours)
     texts = {key: str(spec) for key, spec in specs.items()}
-    if text:
-        cache_files.write_record(path, FORMAT, key, {"rests": texts})
-    return texts
+    if text and plan is not None:
+        data = {"rests": texts, "plan": plan.to_record()}
+        cache_files.write_record(path, FORMAT, key, data)
+    return texts, plan
 
 
 def _as_used(
@@ -271,18 +448,19 @@ def _as_used(
     by_parameter = {
         id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
     }
-    by_kind = {
-        _kind(x): use
-        for x in ours.values()
-        if (use := by_parameter.get(id(x.parameter))) is not None
-    }
-    first = next(iter(ours.values())).home
-    mesh, forms = Mesh.parse(first.mesh), {}
+    kinds = {key: _kind(x) for key, x in ours.items()}
+    first, counts = next(iter(ours.values())).home, Counter(kinds.values())
+    mesh, by_kind = Mesh.parse(first.mesh), dict[Any, Counter[Spec]]()
     for key, x in ours.items():
-        use = by_kind.get(_kind(x))
+        use = by_parameter.get(id(x.parameter))
         if use is not None and all(axis in mesh.sizes for axis in use.axes):
-            forms[key] = tuple(x.parameter.shape), use
-    return layouts_as_used(forms, mesh, even=first.is_even)
+            by_kind.setdefault(kinds[key], Counter()).update([use])
+    forms = {
+        kind: (counts[kind], kind[-1], uses_of_kind.most_common(1)[0][0])
+        for kind, uses_of_kind in by_kind.items()
+    }
+    specs = layouts_as_used(forms, mesh, even=first.is_even)
+    return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
 
 
 def _uses(
@@ -290,16 +468,16 @@ def _uses(
     examples: Sequence[Any],
     job: CompileJob,
     ours: Mapping[str, Movable],
-) -> Uses:
+) -> tuple[Uses, Plan | None]:
     """Return the spec in which a program uses each parameter, by name: from the plan
-    file that it follows, else from a plan made here."""
+    file that it follows, else from a plan made here, which is returned as well."""
     options, ranks, inputs = job.options, job.ranks, job.named_inputs
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
             size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
             mode = plan_mode(options.plan, options, size, name)
         assert isinstance(mode, Plan)
-        return dict(mode.parameters)
+        return dict(mode.parameters), None
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
     mode_ = _torch.fake.new_fake_mode(symbols=True)
     free = {id(x.parameter) for x in ours.values()}
@@ -334,29 +512,14 @@ def _uses(
             rest = declared[of].at_rest
         return Output(name, kind, of, rest)
 
-    decision = decided(
+    state = decided(
         *(call, declare, ranks, load(options.hints), options),
         name="the first call",
         plan=searched,
         ends=[end],
     )
-    mesh = decision.mesh
-    return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Is a place in a model that holds a parameter."""
-
-    home: Home  # the model's Home
-    module: nn.Module  # the module that has the parameter as an attribute
-    key: str  # the attribute's name
-
-    @property
-    def at_rest(self) -> ParameterAtRest:
-        """Return the layout of the parameter in this place."""
-        info: ParameterAtRest = self.module.__dict__[AT_REST][self.key]
-        return info
+    uses, mesh = uses_of(state.decided), state.decided.mesh
+    return {name: spec.joined(mesh) for name, spec in uses.items()}, state.plan
 
 
 @dataclass(frozen=True)
@@ -375,6 +538,10 @@ class Movable:
         return layout_of(self.parameter)[1]
 
 
+# A place that holds a parameter: its model's Home, the module, the attribute's name.
+Holder = tuple[Home, nn.Module, str]
+
+
 def holders() -> dict[int, list[Holder]]:
     """Return the places that hold each parameter, by the id of the parameter."""
     by_id: dict[int, list[Holder]] = {}
@@ -383,7 +550,7 @@ def holders() -> dict[int, list[Holder]]:
             own = _torch.objects.own_parameters(module)
             for key in module.__dict__[AT_REST]:
                 if isinstance(p := own.get(key), DTensor):
-                    by_id.setdefault(id(p), []).append(Holder(home, module, key))
+                    by_id.setdefault(id(p), []).append((home, module, key))
     return by_id
 
 
@@ -393,11 +560,11 @@ def movables(homes: Collection[Home]) -> list[Movable]:
     by_id = holders()
     by_name: dict[tuple[Home, str], Any] = {}
     for where in by_id.values():
-        names = sorted({p.at_rest.name for p in where} & where[0].home.movable)
-        if names and len({p.home for p in where}) == 1:
-            holder = where[0]
-            parameter = _torch.objects.own_parameters(holder.module)[holder.key]
-            by_name[holder.home, names[0]] = parameter
+        home, module, key = where[0]
+        names = {own.__dict__[AT_REST][name].name for _, own, name in where}
+        if (names := names & home.movable) and len({x[0] for x in where}) == 1:
+            parameter = _torch.objects.own_parameters(module)[key]
+            by_name[home, min(names)] = parameter
     optimizers = sorted(
         _torch.objects.live_optimizers(), key=lambda x: type(x).__name__
     )
@@ -508,6 +675,6 @@ def move(movable: Movable, spec: Spec, twins: Mapping[int, list[Any]]) -> None:
         part = part.clone(memory_format=torch.contiguous_format)
         for twin in (x, *twins.get(id(x), ())):
             _torch.dtensor.lay_out(twin, part, placements)
-        for holder in by_id.get(id(x), ()):
-            infos = holder.module.__dict__[AT_REST]
-            infos[holder.key] = replace(holder.at_rest, spec=str(spec))
+        for _, module, key in by_id.get(id(x), ()):
+            infos = module.__dict__[AT_REST]
+            infos[key] = replace(infos[key], spec=str(spec))

@@ -27,7 +27,7 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
 from fxpar.features.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
-from fxpar.features.regions.check_regions import FUNCTIONAL
+from fxpar.features.regions.manual_regions import FUNCTIONAL
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.runtime.ranks.groups import join
 from fxpar.runtime.tracing import raised_at, users_line

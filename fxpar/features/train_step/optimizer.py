@@ -163,21 +163,15 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
                     state["momentum_buffer"] = torch.zeros_like(p)
 
 
-@dataclass(frozen=True)
-class TracedState:
-    """Holds the traced values for a stand-in."""
-
-    # Parameters with a gradient, None for the others, in the order of
-    # ``parameters_of(optimizer)``.
-    parameters: Sequence[torch.Tensor | None]
-    values: Mapping[Slot, torch.Tensor]  # by slot
-
-
 def stand_in(
-    optimizer: torch.optim.Optimizer, traced: TracedState
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor | None],
+    values: Mapping[Slot, torch.Tensor],
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
     """Return an optimizer of the same class on traced values, and by its position each
-    parameter that it holds. Hooks, and ``step`` as schedulers wrap it, are left out."""
+    parameter that it holds. Hooks, and ``step`` as schedulers wrap it, are left out.
+    ``parameters``: in the order of ``parameters_of(optimizer)``, those with a gradient,
+    None for the others."""
     double: Any = object.__new__(type(optimizer))
     vars(double).update(copied_attributes(optimizer))
     vars(double).pop("step", None)
@@ -188,16 +182,16 @@ def stand_in(
     for i, group in enumerate(optimizer.param_groups):
         mine = []
         for p in group["params"]:
-            fake = traced.parameters[position]
+            fake = parameters[position]
             if fake is not None:
                 mine.append(fake)
                 stand_ins[position] = fake
                 if optimizer.state.get(p):
                     double.state[fake] = _replaced(
-                        optimizer.state[p], "state", position, traced.values
+                        optimizer.state[p], "state", position, values
                     )
             position += 1
-        copy = _replaced(group, "group", i, traced.values)
+        copy = _replaced(group, "group", i, values)
         copy |= {key: False for key in _MANNERS if key in group}
         if isinstance(optimizer, _BRANCHING):
             copy["capturable"] = True
@@ -337,7 +331,8 @@ class Numbers(TorchFunctionMode):
                 verb = "sub" if name == "sub" else "add"
                 verb += "_" if _is_in_place(func.__name__) else ""
                 return getattr(torch.Tensor, verb)(x, scaled.to(x.dtype), **kwargs)
-        if name == "lerp" and isinstance(weight := _weight(args, kwargs), torch.Tensor):
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        if name == "lerp" and isinstance(weight, torch.Tensor):
             kwargs["weight"] = weight.to(args[0].dtype)
             args = args[:2]
         return func(*args, **kwargs)
@@ -402,10 +397,6 @@ def _promoted(x: Any, dtype: torch.dtype) -> Any:
     return x.to(torch.promote_types(x.dtype, dtype))
 
 
-def _weight(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[2] if len(args) > 2 else kwargs.get("weight")
-
-
 def _is_in_place(name: str) -> bool:
     """Return whether a function writes to its argument: ``add_``, ``__iadd__``."""
     if name.startswith("__"):
@@ -450,9 +441,8 @@ def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:
     ids = set(map(id, parameters_of(optimizer)))
     for p, state in optimizer.state.items():
         if id(p) not in ids or not isinstance(state, dict):
-            raise unseen(
-                optimizer, f"keeps state that belongs to no parameter, {_name(p)}"
-            )
+            name = repr(p) if isinstance(p, _PLAIN) else type(p).__name__
+            raise unseen(optimizer, f"keeps state that belongs to no parameter, {name}")
         for key, value in state.items():
             refuse_inside(optimizer, key, value)
 
@@ -521,7 +511,3 @@ def _copied(value: Any) -> Any:
         items[:] = map(_copied, value)
         return items
     return copy.copy(value) if isinstance(value, set) else value
-
-
-def _name(x: Any) -> str:
-    return repr(x) if isinstance(x, _PLAIN) else f"an object of {type(x).__name__}"

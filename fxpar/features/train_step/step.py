@@ -55,7 +55,7 @@ from fxpar.features.train_step.trace import (
 )
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
@@ -378,8 +378,13 @@ class _Stage:
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
             state = [as_tensor(slot_values[slot]) for slot in step.read]
-            scale = [_scale_of(owner.options.scaler, args)] if scales else []
-            results = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
+            values = [*args, *state, *gradients]
+            if scales:
+                scaler: Any = owner.options.scaler
+                one = torch.ones((), device=args[self.forward.trained[0]].device)
+                values.append(scaler.scale(one))
+            parts = (x.to_local() if isinstance(x, DTensor) else x for x in values)
+            results = variant.run(*parts)
         if how.updates:
             owner.gradients = {}
             written = [args[i] for i in self.forward.trained]
@@ -428,17 +433,6 @@ class _Stage:
             return type(before)(x.item())
         holder = self._holder(slot, shape)
         return x if holder is None else with_part(holder, x)
-
-
-def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
-    """Return the current scale, on the device of the parameters."""
-    device = next(x.device for x in args if isinstance(x, torch.nn.Parameter))
-    return scaler.scale(torch.ones((), device=device))
-
-
-def _part(x: Any) -> Any:
-    """Return this rank's part of a DTensor; anything else as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def reached(forward: Forward, args: Sequence[Any]) -> set[int]:

@@ -30,7 +30,6 @@ from fxpar.features.train_step.optimizer import (
     Numbers,
     Slot,
     TracedComparison,
-    TracedState,
     attributes,
     choosing,
     is_flag,
@@ -388,7 +387,7 @@ def _update(
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
-    double, stand_ins = stand_in(optimizer, TracedState(leaves, values))
+    double, stand_ins = stand_in(optimizer, leaves, values)
     flags = {slot: x for slot, x in slots_of(double, stand_ins).items() if is_flag(x)}
     by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
     narrow = {

@@ -6,7 +6,9 @@ turn, which finds the result in Inductor's cache: on the disk that both see, or 
 through the store. Ranks of all places share what they compile. A rank whose graph
 differs (another size of shard, another device) waits for nobody. A rank that fails
 reports it to those that wait; if one ends or hangs they wait as for any other
-(``presence``). Never: code of another graph.
+(``presence``). What another rank sends about files in the folder of caches is checked
+before it is used: keys must have the form of torch's. Never: code of another graph, or
+a check of what the files hold; ranks trust one another.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import repeat
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -27,7 +31,6 @@ from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
-from fxpar.runtime.caches.received_files import checked_key
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
 from fxpar.runtime.ranks.patience import Patience, timeout
@@ -159,7 +162,8 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     if message["parts"] and not is_folder_shared:
         cache_key = checked_key(message["key"])
         with contextlib.suppress(OSError):  # then this rank compiles
-            content = _received(channel, key, message["parts"])
+            parts = map("{}/part/{}".format, repeat(key), range(message["parts"]))
+            content = zlib.decompress(b"".join(map(channel.store.get, parts)))
             _torch.inductor.put_cache_entry(cache_key, content)
 
 
@@ -170,11 +174,6 @@ def _send(channel: Channel, key: str, content: bytes) -> int:
     for i, part in enumerate(parts):
         channel.store.set(f"{key}/part/{i}", part)
     return len(parts)
-
-
-def _received(channel: Channel, key: str, parts: int) -> bytes:
-    every = [channel.store.get(f"{key}/part/{i}") for i in range(parts)]
-    return zlib.decompress(b"".join(every))
 
 
 def _poll(
@@ -189,3 +188,23 @@ def _poll(
         slowest = max(SLOWEST_POLL, OF_WAIT * (time.monotonic() - begin))
         pause = min(pause * 1.5, slowest, LONGEST_PAUSE)
     return True
+
+
+# A kind, and digits of base 32.
+_KEY = re.compile("[a-z][a-z2-7]{6,63}")
+
+
+def checked_key(key: Any) -> str:
+    """Return a key of torch's caches, used in file names, if it has their form."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise _refusal(f"{key!r}, which is not a key of torch's caches")
+    return key
+
+
+def _refusal(what: str) -> RankMismatchError:
+    """Return the error for a key that this rank must not use."""
+    return RankMismatchError(
+        f"another rank sent this one {what}",
+        fix="give all ranks of one machine the same TORCHINDUCTOR_CACHE_DIR, and the "
+        "same versions of torch and fxpar",
+    )

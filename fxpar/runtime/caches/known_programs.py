@@ -34,7 +34,7 @@ from fxpar.graph.graph_bodies import all_nodes
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
-from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import current
 from fxpar.sharding.hints import load
@@ -85,13 +85,13 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
     """
     key = text and hashlib.sha256(text.encode()).hexdigest()
     message: dict[str, Any] = {"key": key}
-    if key and consensus.is_leader():
+    if key and meeting.is_leader():
         message["number"] = uuid.uuid4().hex
         message["record"] = None
         if not anew:
             path = _path(key)
             message["record"] = cache_files.read_record(path, FORMAT, key, dict)
-    every = [json.loads(x) for x in consensus.gather(tag, json.dumps(message))]
+    every = meeting.gather_data(tag, message)
     if not key or any(each["key"] != key for each in every):
         return None
     first = every[0]
@@ -190,7 +190,7 @@ class Leader:
         """Send what was planned; None if nothing was, so that each rank finds out by
         itself what is wrong."""
         record = planned and _record_of(planned)
-        consensus.gather(f"the plan of {self.name}", json.dumps(record))
+        meeting.gather(f"the plan of {self.name}", json.dumps(record))
         self.has_sent_plan = planned is not None
 
     def _tell_compiled(self, refused: str = "") -> None:
@@ -199,7 +199,7 @@ class Leader:
         message["launches"] = [] if refused else list(self.launches)
         message["refused"] = refused
         message["instructions"] = cpp_kernels.instructions()
-        consensus.gather(f"{self.name} compiled on rank 0", json.dumps(message))
+        meeting.gather(f"{self.name} compiled on rank 0", json.dumps(message))
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
@@ -238,7 +238,7 @@ def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
 
     Raises RankMismatchError if rank 0 does not come.
     """
-    text, *_ = consensus.gather(f"the plan of {graph}", "")
+    text, *_ = meeting.gather(f"the plan of {graph}", "")
     record = json.loads(text)
     return record and _read(program.key, record)
 
@@ -248,7 +248,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
 
     Raises RankMismatchError if rank 0 fails, or does not come.
     """
-    text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
+    text, *_ = meeting.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
     cpp_kernels.take_instructions(message["instructions"])
     return replace(

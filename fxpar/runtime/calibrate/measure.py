@@ -3,33 +3,46 @@
 In: the device of this process and, if it is one of several ranks, their mesh. Out: a
 ``Hardware`` of rates fitted to medians. All ranks compute at once, as during a step, so
 that what they share (cores, memory bus, network) is shared while it is measured. Runs
-the collectives that fxpar emits. Never: a program of the user run, or a file written.
+the collectives that fxpar emits. Never: a program of the user run.
 
 Bounded in time: once ``limit`` seconds have passed on any rank, all ranks leave out the
 points that remain. ``spawn`` ends its ranks some time after that.
+
+``measure_first`` measures the links between CUDA devices alone, once, at the first
+start of several ranks. Rank 0 keeps them on disk by device, driver, ranks and versions,
+so that later starts make the same plans; ``hardware_table.detect`` gives them from then
+on with the built-in figures of the device. Not on CPU, nor where ranks share a device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
+from fxpar import _torch, cache_files
 from fxpar.config import Options
 from fxpar.errors import DeviceError
 from fxpar.runtime.calibrate import probe_device, probe_network
 from fxpar.runtime.calibrate.probe_device import Probe
 from fxpar.runtime.calibrate.probe_network import local_ranks
-from fxpar.runtime.ranks import groups
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, detect
+from fxpar.runtime.ranks import groups, meeting, presence, worlds
+from fxpar.sharding.cost import hardware_table
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, detect
 from fxpar.sharding.mesh import Link, Mesh
 
 
@@ -174,3 +187,105 @@ def describe(hardware: Hardware) -> str:
         lines.append(f"  {hardware.ranks} ranks at work, {hardware.cores} cores")
     lines.append(f"  pairs that a mask hides: {hardware.masked:.2g} of others' time")
     return "\n".join(lines)
+
+
+log = logging.getLogger("fxpar")
+
+FORMAT = "fxpar links 1"
+
+# After how many seconds remaining points are left out, and how long calls are timed
+# together.
+SECONDS, _LONG = 2.0, 0.004
+# Collectives that are measured; the figures of others follow from these.
+_KINDS = "all_reduce", "all_gather"
+
+# Default process groups whose ranks have agreed.
+_AGREED: WeakSet[Any] = WeakSet()
+
+
+def measure_first(options: Options) -> None:
+    """Let ``hardware_table.detect`` know the links of this machine, unless ``options``
+    name hardware. All ranks call this together; after the first time it does nothing.
+
+    Raises RankMismatchError if a rank does not come or cannot measure.
+    """
+    group = _torch.distributed.default_group()
+    if options.hardware or not options.measure or group is None or group in _AGREED:
+        return
+    with worlds.inside(None):
+        if not _has_devices() or meeting.current() is None:
+            return
+        try:
+            with presence.works("measures links between devices"):
+                hardware_table.keep_levels(_agreed())
+        except Exception as error:
+            meeting.abort(error)
+            raise
+    _AGREED.add(group)
+
+
+def _has_devices() -> bool:
+    """Return whether ranks communicate between CUDA devices."""
+    return torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config()
+
+
+def _agreed() -> tuple[Level, ...]:
+    """Return the levels that rank 0 kept, or that are measured now; none where there
+    is nothing to measure."""
+    size, places = dist.get_world_size(), meeting.gather("its device", _place())
+    if not all(places) or len(set(places)) < size:
+        return ()
+    key = json.dumps(_facts(size))
+    path = cache_files.folder() / f"{meeting.digest_of(key)}.links.json"
+    network: tuple[Level, ...] | None = None
+    if meeting.is_leader():
+        network = cache_files.read_record(
+            path, FORMAT, key, lambda record: _parse(record["levels"])
+        )
+    data = meeting.gather_data("links that were kept", [*map(asdict, network or ())])[0]
+    if not data:
+        data = meeting.gather_data("links", [*map(asdict, _measured(size))])[0]
+        if meeting.is_leader() and data:
+            cache_files.write_record(path, FORMAT, key, {"levels": data})
+            log.info("measured links between %d devices, kept in %s", size, path)
+    return _parse(data)
+
+
+def _place() -> str:
+    """Return this rank's machine and device; "" if its figures are not known."""
+    try:
+        hardware_table.detect()
+    except DeviceError:
+        return ""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{socket.gethostname()} {device.uuid}"
+
+
+def _facts(size: int) -> list[Any]:
+    """Return what the speed of links depends on."""
+    versions = _torch.version.driver_versions(), torch.__version__
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return [torch.cuda.get_device_name(), size, local, *versions]
+
+
+def _measured(size: int) -> tuple[Level, ...]:
+    """Return the levels of the network of all ranks; none if nodes have different
+    numbers of ranks, or time was too short."""
+    if size % local_ranks(size):
+        return ()
+    ranks = groups.Ranks(default_mesh(size), dist.get_rank())
+    device = torch.device("cuda", torch.cuda.current_device())
+    worlds.barrier()  # NCCL starts up at its first collective
+    end, base = time.monotonic() + SECONDS, hardware_table.detect()
+    with torch.no_grad():
+        probe = Probe(device, ranks, end, quick=True, long=_LONG)
+        network = probe_network.levels(probe, base, _KINDS)
+    return () if network == base.levels else network
+
+
+def _parse(entries: Sequence[dict[str, Any]]) -> tuple[Level, ...]:
+    """Return levels from the data of each, as JSON gives it."""
+    return tuple(
+        Level(**x | {"kinds": tuple((k, Measured(**m)) for k, m in x["kinds"])})
+        for x in entries
+    )

@@ -2,30 +2,34 @@
 
 In: a ``Probe``, this rank's part in a calibration. Out: rates. All ranks start
 together, as during a step, and a time ends when the last one is done: so what they
-share (cores, caches, memory bus) is shared while it is measured. Never: a collective
-except to start together, or a program of the user.
+share (cores, caches, memory bus) is shared while it is measured. Curves are fitted to
+points, each a size and its seconds, by ratio, so that small and large sizes count
+equally. Never: a collective except to start together, or a program of the user.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from fxpar import _torch
 from fxpar.errors import warn
 from fxpar.passes.normalize import random
-from fxpar.runtime.calibrate.fit_curves import ContractionPoint, fit_peak
-from fxpar.runtime.ranks import consensus, groups, worlds
-from fxpar.sharding.cost.hardware_table import Peak, ProductDims
+from fxpar.runtime.ranks import groups, meeting, worlds
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware_table import Measured, Peak, ProductDims
+from fxpar.sharding.mesh import Link
 
 aten = torch.ops.aten
 
@@ -178,8 +182,9 @@ class Probe:
 
     def _worst(self, *values: float) -> list[float]:
         """Return the largest of each value over all ranks."""
-        texts = consensus.gather("calibrate", " ".join(map(repr, values)))
-        return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
+        texts = meeting.gather("calibrate", " ".join(map(repr, values)))
+        rows = ([*map(float, text.split())] for text in texts)
+        return [max(column) for column in zip(*rows, strict=True)]
 
     def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Return ``fn`` through Inductor, or itself if quick or if any rank fails."""
@@ -195,10 +200,6 @@ class Probe:
             warn(what)
             return fn
         return compiled
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split()]
 
 
 def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
@@ -220,7 +221,7 @@ def cores(probe: Probe) -> int:
     if probe.device.type != "cpu":
         return 0
     ours = os.sched_getaffinity(0) if _LINUX else range(os.cpu_count() or 1)
-    texts = consensus.gather("cores", " ".join(map(str, sorted(ours))))
+    texts = meeting.gather("cores", " ".join(map(str, sorted(ours))))
     every = {core for text in texts for core in text.split()}
     return max(len(every) // torch.get_num_threads(), 1)
 
@@ -338,7 +339,9 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
                 x = torch.rand(m, k, device=probe.device).to(dtype)
                 y = torch.rand(k, n, device=probe.device).to(dtype)
                 product = torch.mm(x, y)
-                seconds = probe.median(_in_turn(_product, x, y, product))
+                seconds = probe.median(
+                    _in_turn(lambda x, y, out: torch.mm(x, y, out=out), x, y, product)
+                )
                 if seconds is None:
                     break
                 # Out of reach of caches, a thin product is bound by memory instead.
@@ -367,10 +370,6 @@ def _in_turn(
         copies.append(tuple(x.detach().clone() for x in operands))
     turns = itertools.cycle(copies)
     return lambda: fn(*next(turns))
-
-
-def _product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.mm(x, y, out=out)
 
 
 def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
@@ -453,3 +452,80 @@ def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
     pairs = float(samples * heads * length * length * width)
     op = F.scaled_dot_product_attention
     return x, op, 4 * pairs, 10 * pairs, ProductDims(length, length, width)
+
+
+# For a collective: ranks, bytes on each before, seconds.
+Point = tuple[float, float, float]
+# For a contraction: flops, dims, seconds.
+ContractionPoint = tuple[float, ProductDims, float]
+
+_TIE = 0.01  # weight of a fit's starting point, compared with 1 for each point
+
+
+def fit_peak(points: Sequence[ContractionPoint]) -> Peak:
+    """Return the curve nearest to the seconds of some contractions."""
+    rows = [(flops, dims.m, dims.n, dims.k, seconds) for flops, dims, seconds in points]
+    flops, m, n, k, seconds = np.array(rows).T
+    dims = ProductDims(m, n, k)
+
+    def peak_of(p: Sequence[float] | np.ndarray) -> Peak:
+        peak, half_flops, half_dim, half_contracted = p
+        return Peak(peak, 1.0, half_flops, half_dim, half_contracted)
+
+    def model(p: np.ndarray) -> np.ndarray:
+        return flops / peak_of(p).rate(flops, dims)
+
+    least_outer, least_contracted = float(min(m.min(), n.min())), float(k.min())
+    start = [float((flops / seconds).max()), float(flops.min())]
+    return peak_of(fit(model, [*start, least_outer, least_contracted], seconds))
+
+
+def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
+    """Return overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
+    collectives. Groups of one size do not separate overhead from latency: it is 0
+    then."""
+    count, nbytes, seconds = np.array(points).T
+    steps, sent_share = (
+        np.array([collectives.seconds(kind, (int(n),), (link,), size) for n in count])
+        for link, size in ((Link(math.inf, 1.0), 0.0), (Link(1.0, 0.0), 1.0))
+    )
+    several = len(set(count)) > 1
+
+    def model(p: np.ndarray) -> np.ndarray:
+        once = p[2] if several else 0.0
+        return once + steps * p[0] + sent_share * nbytes / p[1]
+
+    start = [
+        float(seconds.min() / steps.max()),
+        float((sent_share * nbytes / seconds).max()),
+        float(seconds.min()),
+    ]
+    fitted = fit(model, start[: 3 if several else 2], seconds)
+    return Measured(fitted[2] if several else 0.0, fitted[0], fitted[1])
+
+
+def fit(
+    model: Callable[[np.ndarray], np.ndarray], start: Sequence[float], seconds: Any
+) -> list[float]:
+    """Return positive parameters whose ``model`` is nearest to ``seconds`` in ratio:
+    least squares of logarithms, by Levenberg and Marquardt's method. Parameters that
+    the points do not determine stay close to ``start``."""
+    begin, target = np.log(start), np.log(seconds)
+
+    def off(at: np.ndarray) -> np.ndarray:
+        return np.append(np.log(model(np.exp(at))) - target, _TIE * (at - begin))
+
+    at, now, damping, nudge = begin, off(begin), 1e-2, 1e-4
+    for _ in range(200):
+        nudged = [off(at + nudge * unit) - now for unit in np.eye(len(at))]
+        jacobian = np.stack(nudged, 1) / nudge
+        square = jacobian.T @ jacobian + damping * np.eye(len(at))
+        step = np.clip(np.linalg.solve(square, -jacobian.T @ now), -2, 2)
+        further = off(at + step)
+        if further @ further < now @ now:
+            at, now, damping = at + step, further, damping / 3
+        else:
+            damping *= 4
+        if np.abs(step).max() < 1e-6:
+            break
+    return [float(value) for value in np.exp(at)]

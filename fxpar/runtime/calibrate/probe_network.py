@@ -16,8 +16,7 @@ import torch
 
 from fxpar.errors import MeshError
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
-from fxpar.runtime.calibrate.fit_curves import Point, fit_collective
-from fxpar.runtime.calibrate.probe_device import Probe
+from fxpar.runtime.calibrate.probe_device import Point, Probe, fit_collective
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh

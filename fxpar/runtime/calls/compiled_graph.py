@@ -4,6 +4,16 @@ In: a Dynamo graph, and what AOTAutograd compiled of it. Out: a ``Compiled``, wh
 ``call_variants.Calls`` runs: it checks arguments at the first call, watches the
 backward, and returns results as DTensors where asked; or an error with the user's line.
 Never: a change of what a graph computes.
+
+Ranks that send rows of their own to experts (``features.experts``) do not know how many
+rows others feed, nor whether they send any: at each run they agree on a room, in rows,
+and run the graph that is compiled for it.
+
+In local mode ``dist.all_reduce(x)`` and the like are in a Dynamo graph as functional
+collectives, whose result ``copy_`` writes to ``x``. In eager code they write to memory
+that autograd does not see: the gradient of the tensor written to goes to its value
+before, and none goes to the tensor sent. ``take_eager_gradients`` gives the graph these
+gradients; those of functional collectives that the user calls stay.
 """
 
 from __future__ import annotations
@@ -17,17 +27,17 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparError, PlanError
+from fxpar.errors import FxparError, PlanError, RankMismatchError
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.runtime.caches.program_identity import (
     NamedInput,
     placeholders,
 )
 from fxpar.runtime.calls import outside_graphs
-from fxpar.runtime.calls.compile_variants import CompileJob
+from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.open_sizes import SizeRange
-from fxpar.runtime.calls.rows_to_experts import agreed_room
-from fxpar.runtime.ranks import drift, mean_gradients, meeting
-from fxpar.runtime.ranks.lost_ranks import name_lost_ranks
+from fxpar.runtime.ranks import drift, mean_gradients, meeting, worlds
+from fxpar.runtime.ranks.meeting import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
@@ -214,3 +224,60 @@ def refuse_nested(
                 fix="feed its values and where each begins, and make it inside, by "
                 "torch.nested.nested_tensor_from_jagged",
             )
+
+
+def agreed_room(sent: Sequence[int], what: str) -> int | None:
+    """Return the room in rows, the same on all ranks; None if all send equally many
+    rows, 0 if some rank sends none since it has all experts. ``sent``:
+    ``Plan.sent_rows``.
+
+    Raises RankMismatchError, on all ranks, if some do not send rows here."""
+    with worlds.inside(None):
+        words = meeting.meet("rows to experts", ",".join(map(str, sent)), what)
+    if len(set(words)) == 1:
+        return None
+    rows = [word.split(",") for word in words]
+    if len({*map(len, rows)}) > 1:
+        error = RankMismatchError(
+            f"in {what} ranks send rows to different mixtures of experts",
+            fix="use the same experts on every rank, in the same order, or set "
+            "expert_exchange (FXPAR_EXPERT_EXCHANGE) to gather",
+        )
+        raise meeting.as_reported(error)
+    counts = [int(n) for each in rows for n in each]
+    # Powers of two: few rooms to compile for, whatever the numbers of rows are.
+    return 1 << (max(counts) - 1).bit_length() if all(counts) else 0
+
+
+def take_eager_gradients(gm: fx.GraphModule) -> None:
+    """Give in-place collectives the gradients of eager code; change ``gm`` in place."""
+    for node in list(gm.graph.find_nodes(op="call_method", target="copy_")):
+        written, value = node.args[:2]
+        launch = _launch_of(value)
+        if launch is None:
+            continue
+        for sent in launch.all_input_nodes:
+            if isinstance(sent.meta.get("example_value"), torch.Tensor):
+                with gm.graph.inserting_before(launch):
+                    detached = gm.graph.call_method("detach", (sent,))
+                detached.meta = dict(sent.meta)
+                launch.replace_input_with(sent, detached)
+        with gm.graph.inserting_before(node):
+            redirected = gm.graph.call_function(
+                torch.ops.fxpar.with_gradient_of, (value, written)
+            )
+        redirected.meta = {
+            **node.meta,
+            "example_value": value.meta.get("example_value"),
+        }
+        node.replace_input_with(value, redirected)
+    gm.recompile()
+
+
+def _launch_of(value: Any) -> fx.Node | None:
+    """Return the functional collective whose result a value is, or None."""
+    if not isinstance(value, fx.Node) or "wait_tensor" not in str(value.target):
+        return None
+    launch = value.args[0]
+    is_functional = "_c10d_functional" in str(getattr(launch, "target", ""))
+    return launch if isinstance(launch, fx.Node) and is_functional else None

@@ -1,4 +1,8 @@
-"""Leaves sizes of a Dynamo graph open, so that one program serves a range of sizes.
+"""Compares sizes of calls between ranks, and leaves sizes of a Dynamo graph open.
+
+``Sizes`` has those of one rank's call; where ranks differ all raise the error, since
+every rank knows the sizes of all. Ranks also agree on what they launch on these sizes,
+once each has compiled it. With open sizes one program serves a range of sizes:
 
 In: a graph whose inputs have sizes that Dynamo left open, and the arguments of a call.
 Out: the graph with a symbol among its inputs for each open size, ``OpenProgram``, and
@@ -10,6 +14,7 @@ evenly. Never: a run for sizes outside the range; another program is made for th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +25,129 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.dynamo import example_of
 from fxpar._torch.symbols import is_symbol, substituted
+from fxpar.errors import InputMismatchError
 from fxpar.graph import size_nodes
 from fxpar.runtime.caches.program_identity import NamedInput, placeholders
-from fxpar.runtime.calls.call_sizes import Fed
+from fxpar.runtime.ranks import meeting
 from fxpar.sharding.plan import Plan
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Holds the sizes and numbers that one rank calls a graph with."""
+
+    # Shapes of the tensors at ``Fed.tensors``.
+    shapes: Shapes
+    # Values of the inputs at ``Fed.numbers``.
+    numbers: tuple[Any, ...]
+
+    def distance(self, other: Sizes) -> float:
+        """Return the largest ratio, at least 1, between a size and the same size of
+        ``other``. Infinite if numbers of dims differ."""
+        pairs = zip(
+            (self.numbers, *self.shapes), (other.numbers, *other.shapes), strict=True
+        )
+        most = 1.0
+        for mine, theirs in pairs:
+            if len(mine) != len(theirs):
+                return math.inf
+            for a, b in zip(mine, theirs, strict=True):
+                if a != b:
+                    small, large = sorted((abs(a), abs(b)))
+                    most = max(most, large / small if small else math.inf)
+        return most
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Fed:
+    """Holds the inputs of a graph whose sizes may differ between calls.
+
+    ``tensors``, ``numbers``: their positions; ``sources``: for a number that is the
+    size of a tensor input, the position of that input and the dim.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[NamedInput],
+        where: str | None,
+    ) -> None:
+        self.inputs, self.where = inputs, where
+        values = [example_of(node) for node in placeholders(gm)]
+        self.tensors, self.numbers = list[int](), list[int]()
+        for i, (name, value) in enumerate(zip(inputs, values, strict=True)):
+            if isinstance(value, _NUMBERS):
+                self.numbers.append(i)
+            elif isinstance(value, torch.Tensor) and (
+                name.kind == "input"
+                or any(isinstance(size, torch.SymInt) for size in value.shape)
+            ):
+                self.tensors.append(i)
+        self.sources = _sources(values)
+
+    def sizes(self, args: Sequence[Any]) -> Sizes:
+        """Return the sizes and numbers among the arguments of a call of one rank."""
+        return Sizes(
+            tuple(tuple(args[i].shape) for i in self.tensors),
+            tuple(args[i] for i in self.numbers),
+        )
+
+    def require_same(self, key: Sequence[Sizes]) -> None:
+        """Raise InputMismatchError, on all ranks, if their sizes or numbers differ."""
+        for n, i in enumerate(self.numbers):
+            values = [sizes.numbers[n] for sizes in key]
+            if i not in self.sources and len(set(values)) > 1:
+                each = enumerate(values)
+                text = ", ".join(f"{x} on {meeting.named([r])}" for r, x in each)
+                fact = f"number {self.inputs[i].name} differs between ranks: {text}"
+                raise self._differ(fact, "give it one value on every rank")
+        for n, i in enumerate(self.tensors):
+            shapes = [sizes.shapes[n] for sizes in key]
+            if len(set(shapes)) > 1:
+                both = 0, meeting.first_other(shapes) or 0
+                text = ", ".join(
+                    f"{[*shapes[r]]} on {meeting.named([r])}" for r in both
+                )
+                raise self._differ(
+                    f"input {self.inputs[i].name} has other sizes on other ranks: "
+                    f"{text}",
+                    "give every rank tensors of one shape; where each rank feeds its "
+                    "own part of the batch, set FXPAR_INPUTS=local",
+                )
+
+    def _differ(self, fact: str, fix: str) -> InputMismatchError:
+        return meeting.as_reported(InputMismatchError(fact, where=self.where, fix=fix))
+
+
+def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Map the position of each number that is a size to (input, dim). Of several
+    inputs with that size the first counts."""
+    places: dict[str, tuple[int, int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    places.setdefault(str(size), (i, dim))
+    return {
+        i: places[str(value)]
+        for i, value in enumerate(values)
+        if isinstance(value, torch.SymInt) and str(value) in places
+    }
+
+
+def agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
+    """Wait until all ranks come to ``tag`` with the same launches, and return whether
+    all compiled: False, on all ranks, if the launches of one are None.
+
+    Raises RankMismatchError if theirs differ, or if one fails or does not come.
+    """
+    text = "\n".join(launches or ())
+    digest = meeting.VOID if launches is None else meeting.digest_of(text)
+    return meeting.agree(tag, digest, text, what="the collectives they launch")
 
 
 class OpenSizesRefused(Exception):

@@ -41,13 +41,12 @@ from fxpar.errors import (
 from fxpar.runtime.calls.call_variants import meet_first
 from fxpar.runtime.ranks import (
     check_inputs,
-    consensus,
     mean_gradients,
     meeting,
     worlds,
 )
-from fxpar.runtime.ranks.gradient_buckets import MeanOver
 from fxpar.runtime.ranks.groups import HOME, Ranks, join
+from fxpar.runtime.ranks.mean_gradients import MeanOver
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.runtime.tracing import modules_of
 
@@ -96,6 +95,14 @@ class _CompiledCallable:
     @property
     def local(self) -> bool:
         return self.settings is not None and self.settings.inputs == "local"
+
+    @property
+    def over(self) -> MeanOver:
+        """Return the ranks to average gradients over, those along manual axes."""
+        assert self.ranks is not None
+        assert self.ranks.manual is not None
+        mesh, axes = self.ranks.manual.mesh, self.ranks.manual.axes
+        return MeanOver(self.ranks.group(axes), mesh.count(axes))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return, by name, the module it is, or known modules that its code uses."""
@@ -146,7 +153,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         try:
             reference = weakref.ref(fn)
         except TypeError:  # a class with slots
-            reference = functools.partial(_itself, fn)
+            reference = functools.partial(lambda x: x, fn)
     watched = _CompiledCallable(reference, name, options)
 
     def enter() -> Callable[[], None]:
@@ -184,10 +191,6 @@ def warnings_of_plans() -> set[str]:
     """Return the kinds of plan warnings already given for the compiled function in
     progress, a set that callers add to; an empty one outside of a call."""
     return _calls.stack[-1].watched.warnings_of_plans if _calls.stack else set()
-
-
-def _itself(fn: Any) -> Any:
-    return fn
 
 
 def _read(watched: _CompiledCallable) -> None:
@@ -228,15 +231,14 @@ def _begin_local(watched: _CompiledCallable) -> None:
         except FxparError:
             watched.settings = watched.group = None  # so that both are read again
             raise
-        over = functools.partial(_mean_over, watched.ranks)
         modules, fn = watched.modules(), watched.fn()
         around = _torch.dynamo.calling_module(getattr(fn, "__self__", fn))
         if around is not None:  # it may have parameters that no graph takes
             modules = {type(around).__name__: around, **modules}
             for module in around.modules():
                 _tell_home(module, local=True)
-        mean_gradients.watch(watched.name, modules, over)
-        _watch_trained_with(watched.name, modules, over)
+        mean_gradients.watch(watched.name, modules, watched.over)
+        _watch_trained_with(watched.name, modules, watched.over)
         _list_buffers(watched)
     else:
         mean_gradients.hook_new()
@@ -247,7 +249,7 @@ def _begin_local(watched: _CompiledCallable) -> None:
 def _watch_trained_with(
     name: str,
     modules: Mapping[str, nn.Module],
-    over: Callable[[nn.Parameter], MeanOver | None],
+    over: MeanOver,
 ) -> None:
     """Watch the other parameters of optimizers that train parameters of ``modules``:
     those of model parts that are not compiled. Also make later steps warn of gradients
@@ -314,17 +316,6 @@ def _join(watched: _CompiledCallable) -> Ranks | None:
     return None if ranks.manual is None else ranks
 
 
-def _mean_over(ranks: Ranks, parameter: nn.Parameter) -> MeanOver | None:
-    """Return the ranks to average the gradient of a parameter over, those along manual
-    axes. None for one of ``fxpar.shard``: it is reduced where its global value is
-    read."""
-    if isinstance(parameter, DTensor):
-        return None
-    assert ranks.manual is not None
-    axes = ranks.manual.axes
-    return MeanOver(ranks.group(axes), ranks.manual.mesh.count(axes))
-
-
 _DDP: WeakSet[nn.Module] = WeakSet()  # wrappers that were met
 
 
@@ -389,8 +380,8 @@ def _take_buffers(name: str, buffers: Sequence[torch.Tensor]) -> None:
     }
     with torch.no_grad(), worlds.inside(None):
         words = meeting.meet(f"a call of {name}, which has buffers", str(sizes))
-        if (other := consensus.first_other(words)) is not None:
-            raise consensus.as_reported(
+        if (other := meeting.first_other(words)) is not None:
+            raise meeting.as_reported(
                 RankMismatchError(
                     f"{name} has other buffers on rank {other} than on rank 0",
                     fix="build the same model on every rank",
@@ -462,8 +453,7 @@ def _note_modules(watched: _CompiledCallable) -> None:
         return
     modules = watched.modules().items()
     parameters = {k: p for prefix, m in modules for k, p in m.named_parameters(prefix)}
-    over = functools.partial(_mean_over, watched.ranks)
-    mean_gradients.note(watched.name, parameters, over)
+    mean_gradients.note(watched.name, parameters, watched.over)
     _list_buffers(watched)
 
 
@@ -472,17 +462,15 @@ def _note_args(watched: _CompiledCallable, args: Mapping[str, Any]) -> None:
     computed from in eager code."""
     if not mean_gradients.is_participating():
         return
-    assert watched.ranks is not None
-    over = functools.partial(_mean_over, watched.ranks)
     parameters = {k: x for k, x in args.items() if isinstance(x, nn.Parameter)}
-    mean_gradients.note(watched.name, parameters, over)
+    mean_gradients.note(watched.name, parameters, watched.over)
     for key, x in args.items():
         leaves = {
             f"parameter {i} under {key}": p
             for i, p in enumerate(mean_gradients.leaves_under(x))
         }
         # Not early: DDP may be around their modules.
-        mean_gradients.note(watched.name, leaves, over, early=False)
+        mean_gradients.note(watched.name, leaves, watched.over, early=False)
         for p in leaves.values():
             if (home := getattr(p, HOME, None)) is not None:
                 home.local = True

@@ -1,26 +1,39 @@
-"""This module checks before a graph first runs that ranks feed it equal tensors.
+"""This module checks before a graph first runs that ranks feed it and ask the same.
 
-In: named tensors of each rank. Out: nothing if they are equal bit for bit, as a plain
-tensor, which is a global value, must be. Parameters and buffers that differ become
-those of rank 0, with a warning; inputs that differ are one error on all ranks, since
-nobody can know which rank is right. Tensors are compared by a 64-bit hash computed on
-their device. Never: different decisions on different ranks, since all read all hashes.
+In: named tensors of each rank, its options, and the graph that all ranks planned. Out:
+nothing if they are equal; else one error on all ranks. Tensors must be equal bit for
+bit, as a plain tensor is a global value: they are compared by a 64-bit hash computed on
+their device. Parameters and buffers that differ become those of rank 0, with a warning;
+of inputs that differ nobody can know which rank is right. Dynamo makes constants of
+Python's ints (an attribute, an argument, what a script draws), and the text by which
+ranks know a program leaves them out, since sizes are ints too; on the same sizes every
+number in the graph must be the same. Never: different decisions on different ranks,
+since all read what all wrote; an error for options that change no program (what is
+printed, how long ranks wait).
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import operator
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
-from fxpar.errors import InputMismatchError, warn
+from fxpar import _torch
+from fxpar.config import Options, variable_of
+from fxpar.errors import InputMismatchError, RankMismatchError, warn
+from fxpar.graph.graph_bodies import body_of
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.ranks import consensus, worlds
-from fxpar.runtime.ranks.groups import check_devices
+from fxpar.runtime.ranks import meeting, worlds
+from fxpar.runtime.ranks.groups import Ranks, check_devices
+from fxpar.sharding.plan_request import read_auto
+from fxpar.sharding.program import user_line
 
 NAMES_SHOWN = 8
 
@@ -83,10 +96,13 @@ def check_same(fed: Sequence[Fed]) -> None:
     fed = [x for x in fed if x[1] in ("parameter", "buffer", "input")]
     if world is None or world.size == 1 or not fed or dist.get_backend() == "fake":
         return
-    lines = [f"{kind} {name}: {_shape(x)}" for name, kind, x in fed]
-    consensus.agree(
+    lines = [
+        f"{kind} {name}: {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        for name, kind, x in fed
+    ]
+    meeting.agree(
         "inputs",
-        consensus.digest_of("\n".join(lines)),
+        meeting.digest_of("\n".join(lines)),
         "\n".join(lines),
         what="the names, shapes or dtypes of inputs",
         fix="give every rank tensors of one shape; for a last batch that is smaller on "
@@ -99,8 +115,7 @@ def check_same(fed: Sequence[Fed]) -> None:
         names = [fed[i][0] for i in inputs]
         raise differ(names, wrong[inputs[0]], fed[inputs[0]][2].dim())
     if wrong:
-        fix = "call torch.manual_seed before the model is made, or load one checkpoint"
-        take_from_rank_0([fed[i] for i in wrong], fix=fix)
+        take_from_rank_0([fed[i] for i in wrong])
 
 
 def differing(fed: Sequence[Fed]) -> dict[int, int]:
@@ -108,11 +123,11 @@ def differing(fed: Sequence[Fed]) -> dict[int, int]:
     whose bytes differ from rank 0's. All ranks must call this, with equally many
     tensors."""
     sums = checksums([x for *_, x in fed])
-    every = zip(*consensus.gather_numbers("values", sums), strict=True)
+    every = zip(*meeting.gather_data("values", sums), strict=True)
     return {
         i: rank
         for i, each in enumerate(every)
-        if (rank := consensus.first_other(each)) is not None
+        if (rank := meeting.first_other(each)) is not None
     }
 
 
@@ -221,21 +236,22 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             "feed the same batch on every rank (one seed, no DistributedSampler); or, "
             "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
         )
-    return consensus.as_reported(InputMismatchError(fact, fix=fix))
+    return meeting.as_reported(InputMismatchError(fact, fix=fix))
 
 
-def take_from_rank_0(fed: Sequence[Fed], *, fix: str) -> None:
+def take_from_rank_0(fed: Sequence[Fed]) -> None:
     """Fill parameters and buffers that differ with those of the first rank of the
     world, and warn."""
     for *_, x in fed:
         broadcast(x)
     kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
-    if consensus.is_leader():
+    if meeting.is_leader():
         warn(
             f"{' and '.join(kinds)} differ between ranks, taken from rank "
             f"{worlds.global_rank(0)}: "
             f"{listed(name for name, *_ in fed)}",
-            fix=fix,
+            fix="call torch.manual_seed before the model is made, or load one "
+            "checkpoint",
         )
 
 
@@ -247,5 +263,96 @@ def listed(names: Iterable[str]) -> str:
     )
 
 
-def _shape(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+_FIX = (
+    "a Python number must be equal on all ranks, with FXPAR_INPUTS=local too: "
+    "all_reduce a count, draw it from one seed; what differs by sample goes in a "
+    "tensor"
+)
+
+# Constants of up to so many numbers are written out.
+_WRITTEN_OUT = 8
+
+
+def agree_on_numbers(tag: str, graph: fx.Graph, root: torch.nn.Module) -> None:
+    """Return once all ranks came with the same numbers in a graph of the same nodes,
+    whose constants ``root`` holds.
+
+    Raises RankMismatchError on all ranks if they differ, or if one does not come.
+    """
+    text = numbers_text(graph, root)
+    what = "numbers of Python in the program"
+    meeting.agree(tag, meeting.digest_of(text), text, what=what, fix=_FIX)
+
+
+def numbers_text(graph: fx.Graph, root: torch.nn.Module) -> str:
+    """Return a line for each node of a graph and its bodies that holds numbers or a
+    constant."""
+    lines = []
+    for node in graph.nodes:
+        text, body = "", body_of(node)
+        if node.op == "call_function":
+            arguments = list(map(_text, (*node.args, *node.kwargs.values())))
+            name = getattr(node.target, "__name__", str(node.target))
+            if any(x.strip("[., ]") for x in arguments):
+                text = f"{name}({', '.join(arguments)})"
+        elif body is not None:
+            text = numbers_text(body.graph, body)
+        elif node.op == "get_attr":
+            text = _constant(operator.attrgetter(str(node.target))(root))
+        if text:
+            line = user_line(node) if body is None else None
+            lines.append(text + (f"  # {line}" if line else ""))
+    return "\n".join(lines)
+
+
+def _text(x: Any) -> str:
+    """Return the text of an argument; what is no number is a dot."""
+    if isinstance(x, (tuple, list)):
+        return f"[{', '.join(map(_text, x))}]"
+    return repr(x) if isinstance(x, (bool, int, float, complex)) else "."
+
+
+def _constant(value: Any) -> str:
+    """Return the text of a tensor that the graph holds; "" if it is no plain tensor."""
+    if type(value) is not torch.Tensor or value.is_meta:
+        return ""
+    with _torch.aot.as_compiled():
+        numbers = f" {value.tolist()}" if value.numel() <= _WRITTEN_OUT else ""
+        return f"constant of {int(checksum(value)):x}{numbers}"
+
+
+def options_text(options: Options, ranks: Ranks) -> str:
+    """Return options, mesh and versions, which all ranks must share, as JSON."""
+    chooses = read_auto(options.mesh) is not None
+    shared = options.shared() | {
+        "mesh": str(options.mesh if chooses else ranks.whole.mesh),
+        "torch": torch.__version__,
+        "fxpar": _torch.version.own_version(),
+    }
+    return json.dumps(shared, sort_keys=True)
+
+
+def check_options(text: str, what: str) -> None:
+    """Raise RankMismatchError on all ranks, which call this together, if one has
+    another ``options_text``. ``what``: what this rank is about to do, in words."""
+    own = {"options": json.loads(text), "what": what}
+    every = meeting.gather_data("options", own)
+    lines = []
+    for name in dict.fromkeys(name for each in every for name in each["options"]):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in enumerate(every):
+            ranks_of.setdefault(each["options"].get(name), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{x!r} on {meeting.named(r)}" for x, r in ranks_of.items())
+            lines.append(f"{variable_of(name) or name} is {', '.join(values)}")
+    if not lines:
+        return
+    doing = {worlds.global_rank(r): each["what"] for r, each in enumerate(every)}
+    if len(set(doing.values())) > 1:
+        lines += [f"rank {rank} runs {text}" for rank, text in doing.items()]
+    raise meeting.as_reported(
+        RankMismatchError(
+            "options differ between ranks:\n  " + "\n  ".join(lines),
+            fix="set the same options and FXPAR_ variables on every rank",
+        )
+    )

@@ -28,7 +28,7 @@ import math
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxpar import _torch
 from fxpar.errors import FxparError, GradientError, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
-from fxpar.runtime.ranks import check_inputs, consensus, worlds
+from fxpar.runtime.ranks import check_inputs, meeting, worlds
 from fxpar.runtime.ranks.groups import HOME, OnMesh
 from fxpar.runtime.ranks.meeting import meetings
 from fxpar.runtime.ranks.presence import is_alone
@@ -49,8 +49,8 @@ from fxpar.sharding.mesh import Mesh
 ALLOWED = 1e-3
 # Meetings that pass at most between two comparisons in full that show no error.
 _LONGEST = 64
-# Most elements that are compared of a tensor, and the pieces that they are taken from.
-_ELEMENTS, _RUNS = 1024, 16
+# Most elements that are compared of a tensor at once.
+_ELEMENTS = 1024
 # Mean number of meetings after which elements are read again, which costs some tens of
 # microseconds (or several launches): not whole, so that among graphs that are called in
 # turn each is compared. On the CPU they are read at each of the first meetings.
@@ -187,7 +187,7 @@ class Drift:
     def _compare_fed(self, words: Sequence[str]) -> None:
         ranks = [word.split(" ") for word in words]
         for (name, dims), *sums in zip(self.fed.values(), *ranks, strict=False):
-            if (rank := consensus.first_other(sums)) is not None:
+            if (rank := meeting.first_other(sums)) is not None:
                 raise check_inputs.differ([name], rank, dims)
 
     def _held_word(self, args: Sequence[Any]) -> str:
@@ -243,44 +243,23 @@ class Drift:
         values = [_values(args[x.place]) for x in self.held]
         sums = check_inputs.checksums(values)
         writes = _written_since(self._now, self._equal)
-        gathered = consensus.gather_numbers("parameters and buffers", [*sums, *writes])
-        n = len(values)
-        differing: dict[int, int] = {}  # the first rank that differs, by tensor
+        sketches = [sketch(x).tolist() for x in values]
+        rows = [*map(list, zip(sums, writes, sketches, strict=True))]
+        gathered = meeting.gather_data("parameters and buffers", rows)
+        # By tensor: the first rank that differs, and the rows of both.
+        differing: dict[int, tuple[int, Any, Any]] = {}
         for i, held in enumerate(self.held):
             for rank, model in enumerate(held.models):
-                if gathered[rank][i] != gathered[model][i]:
-                    differing.setdefault(i, rank)
-        alone = [
-            i
-            for i, rank in differing.items()
-            if gathered[rank][n + i] != gathered[self.held[i].models[rank]][n + i]
-        ]
-        wrong = alone or (list(differing) if self._is_drift(differing, values) else [])
+                own, other = gathered[rank][i], gathered[model][i]
+                if own[0] != other[0]:
+                    differing.setdefault(i, (rank, own, other))
+        alone = [i for i, (_, own, other) in differing.items() if own[1] != other[1]]
+        pairs = [(own[2], other[2]) for _, own, other in differing.values()]
+        is_exact = any(self.held[i].is_exact for i in differing)
+        wrong = alone or ([*differing] if is_exact or _is_drift(pairs) else [])
         if wrong:
-            rank = differing[wrong[0]]
+            rank, *_ = differing[wrong[0]]
             raise _drift_error([self.held[i] for i in wrong], rank, alone=bool(alone))
-
-    def _is_drift(
-        self, differing: Mapping[int, int], values: Sequence[torch.Tensor]
-    ) -> bool:
-        """Return whether tensors that differ do so by more than rounding, by the norm
-        of all differences together."""
-        floats = [i for i in differing if values[i].is_floating_point()]
-        if len(floats) < len(differing) or not floats:
-            return bool(differing)
-        numbers = [part for i in floats for part in sketch(values[i]).tolist()]
-        gathered = consensus.gather_numbers(
-            "differences of parameters and buffers", numbers
-        )
-        difference = size = 0.0
-        for n, i in enumerate(floats):
-            (norm, wave), (other_norm, other_wave) = (
-                gathered[r][2 * n : 2 * n + 2]
-                for r in (differing[i], self.held[i].models[differing[i]])
-            )
-            difference += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
-            size += max(norm, other_norm) ** 2
-        return not math.sqrt(difference) <= ALLOWED * math.sqrt(size)
 
     def _parts_word(self, args: Sequence[Any]) -> str:
         """Return how often sharded tensors were written to, the optimizer steps since
@@ -300,25 +279,26 @@ class Drift:
         if len(set(words)) == 1:
             return
         _, every, models = zip(*(word.split(" ") for word in words), strict=True)
-        if (rank := consensus.first_other(models)) is not None:
+        if (rank := meeting.first_other(models)) is not None:
             raise _reported(
                 f"rank {worlds.global_rank(rank)} calls another model of "
                 f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
                 "same structure",
                 _MODEL_FIX,
             )
-        if (rank := consensus.first_other(every)) is not None:
+        if (rank := meeting.first_other(every)) is not None:
             raise _reported(
                 "optimizers of sharded parameters took different steps on "
                 f"different ranks (learning rates by group): {every[0] or 'none'} "
-                f"on rank 0, {every[rank] or 'none'} on rank {rank}",
+                f"on {meeting.named([0])}, {every[rank] or 'none'} on "
+                f"{meeting.named([rank])}",
                 _STEP_FIX,
             )
         own = _torch.objects.versions_of([args[i] for i in self.parts])
-        columns = list(zip(*consensus.gather_numbers("writes", own), strict=True))
+        columns = list(zip(*meeting.gather_data("writes", own), strict=True))
         differing = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
         name, counts = list(self.parts.values())[differing[0]], columns[differing[0]]
-        rank = consensus.first_other(counts) or 0
+        rank = meeting.first_other(counts) or 0
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise _reported(
             f"parameter {name}{more}, of which each rank holds a part, was "
@@ -326,6 +306,16 @@ class Drift:
             f"{counts[rank]} times on rank {worlds.global_rank(rank)}",
             _PARTS_FIX,
         )
+
+
+def _is_drift(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> bool:
+    """Return whether tensors differ by more than rounding, by the norm of all their
+    differences together. ``pairs``: sketches of each on two ranks."""
+    difference = size = 0.0
+    for (norm, wave), (other_norm, other_wave) in pairs:
+        difference += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
+        size += max(norm, other_norm) ** 2
+    return not math.sqrt(difference) <= ALLOWED * math.sqrt(size)
 
 
 def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
@@ -379,7 +369,7 @@ def _drift_error(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparErro
 
 
 def _reported(fact: str, fix: str) -> FxparError:
-    return consensus.as_reported(InputMismatchError(fact, fix=fix))
+    return meeting.as_reported(InputMismatchError(fact, fix=fix))
 
 
 def sample_turn(number: int, *, on_cpu: bool) -> int | None:
@@ -396,25 +386,15 @@ def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
     a tensor that is not dense in memory."""
     for dim, stride in enumerate(x.stride()):
         x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
-    if x.is_conj() or x.is_neg() or not _is_dense(x):
-        return x.new_empty(0)
-    count = x.numel()
-    if count <= _ELEMENTS:
-        return x
-    run, distance = _ELEMENTS // _RUNS, count // _RUNS
-    last = count - (_RUNS - 1) * distance - run
-    begin = min(turn % (-(-last // run) + 1) * run, last)
-    return x.as_strided((_RUNS, run), (distance, 1), x.storage_offset() + begin)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether the elements, in any order, fill a piece of memory once."""
-    expected = 1
+    is_dense, expected = not (x.is_conj() or x.is_neg()), 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
+        is_dense &= size == 1 or stride == expected
         expected *= size
-    return True
+    if not is_dense or expected <= _ELEMENTS:
+        return x if is_dense else x.new_empty(0)
+    begin = turn % -(-expected // _ELEMENTS) * _ELEMENTS
+    count = min(_ELEMENTS, expected - begin)
+    return x.as_strided((count,), (1,), x.storage_offset() + begin)
 
 
 def sketch(x: torch.Tensor) -> torch.Tensor:
@@ -459,13 +439,8 @@ def _text_of(numbers: Iterable[float]) -> str:
 
 def _is_far(text: str, other: str) -> bool:
     """Return whether two sketches differ by more than rounding."""
-    if text == other:
-        return False
-    (norm, wave), (other_norm, other_wave) = (
-        map(float, each.split(",")) for each in (text, other)
-    )
-    difference = max(abs(norm - other_norm), 2**0.5 * abs(wave - other_wave))
-    return not difference <= ALLOWED * max(norm, other_norm)
+    one, two = ([*map(float, each.split(","))] for each in (text, other))
+    return text != other and _is_drift([(one, two)])
 
 
 # The last steps of optimizers since a graph read the tensors that they update, by the
@@ -572,5 +547,5 @@ def _compare_gradients(words: Sequence[str]) -> GradientError | None:
                     where=gradient.source_line,
                     fix=_LOSS_FIX,
                 )
-                return consensus.as_reported(error)
+                return meeting.as_reported(error)
     return None

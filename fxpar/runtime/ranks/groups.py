@@ -31,7 +31,7 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
-from fxpar.runtime.ranks import consensus, meeting, worlds
+from fxpar.runtime.ranks import meeting, worlds
 from fxpar.runtime.ranks.patience import patience_limit, set_timeouts
 from fxpar.runtime.ranks.worlds import World
 from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
@@ -404,7 +404,7 @@ def check_devices(device: torch.device) -> None:
     if world.name in checked or "cuda:nccl" not in dist.get_backend_config():
         return
     identity = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    texts = consensus.gather("devices", "\n".join(identity))
+    texts = meeting.gather("devices", "\n".join(identity))
     hosts, devices = zip(*(text.split("\n") for text in texts), strict=True)
     check_sharing(hosts, devices)
     checked.add(world.name)

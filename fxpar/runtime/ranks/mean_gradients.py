@@ -6,13 +6,15 @@ parameter that got a gradient on any rank is the mean of the ``.grad`` of all ra
 Never: the mean of gradients of different parameters, where ranks run different
 backwards.
 
-Gradients are reduced in buckets (``gradient_buckets``) on whose order ranks agree: a
-bucket is made when a backward first touches its parameters, in the order in which rank
-0 touched them. In a backward a rank launches a bucket once it is complete and all
-buckets that are expected before it are launched, so that all ranks launch the same
-buckets in the same order. When the backward ends all ranks meet, by one word without a
-collective, which says how many buckets a rank launched and which parameters it touched;
-then all launch the other buckets.
+Gradients are reduced in buckets, one collective each, on whose order ranks agree; a
+``.grad`` that was None is then a view of the bucket's memory, so that nothing is copied
+back, and no memory is used again while a ``.grad`` is a view of it. A bucket is made
+when a backward first touches its parameters, in the order in which rank 0 touched them.
+In a backward a rank launches a bucket once it is complete and all buckets that are
+expected before it are launched, so that all ranks launch the same buckets in the same
+order. When the backward ends all ranks meet, by one word without a collective, which
+says how many buckets a rank launched and which parameters it touched; then all launch
+the other buckets.
 
 A gradient comes in two ways: autograd accumulates it, or a compiled backward hands it
 over as soon as it is computed (``passes.order.hand_over``), and autograd gets None.
@@ -23,9 +25,10 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,24 +37,191 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar.errors import GradientError
 from fxpar.graph.custom_ops import refuse_sparse
 from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines the op)
-from fxpar.runtime.ranks import check_inputs, consensus, meeting, worlds
-from fxpar.runtime.ranks.gradient_buckets import (
-    Bucket,
-    BucketMemory,
-    LaunchedSum,
-    MeanOver,
-    Watched,
-    split_into_buckets,
-)
+from fxpar.runtime.ranks import check_inputs, meeting, worlds
 from fxpar.runtime.ranks.presence import is_alone
+
+# Bytes of the first bucket and of the others, as DDP's.
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+
+
+@dataclass(frozen=True)
+class MeanOver:
+    """Names the ranks over which the mean of a gradient is taken."""
+
+    group: str  # name of the process group
+    count: int  # number of its ranks
+
+
+@dataclass(eq=False)
+class Watched:
+    """Is a parameter whose gradient is reduced."""
+
+    name: str  # as messages and agreements call it
+    ref: weakref.ref[nn.Parameter]  # the parameter
+    over: MeanOver  # the ranks that its gradient is reduced over
+    early: bool = True  # whether its gradient may be reduced before the backward ends
+    place: int | None = None  # its number on all ranks; None until they agree
+    bucket: Bucket | None = None  # bucket of its gradient; None until some rank has one
+    index: int = 0  # position in its bucket
+    has_hook: bool = False  # whether a hook notes its gradients
+    is_left: bool = False  # whether other code, as DDP, reduces its gradient by now
+
+    def text(self) -> str:
+        """Return the text that must be equal on all ranks."""
+        p = self.ref()
+        if p is None:
+            return f"{self.name}: has ended"
+        return f"{self.name}: {p.dtype} {list(p.shape)} {strides_of(p)}"
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's part of its gradient, None if there is none. Raises
+        GradientError if it is sparse."""
+        p = self.ref()
+        if p is None or p.grad is None or self.is_left:
+            return None
+        if p.grad.layout != torch.strided:
+            raise GradientError(
+                f"the gradient of parameter {self.name} is sparse",
+                fix="use sparse=False",
+            )
+        return p.grad
+
+    def take(self) -> torch.Tensor | None:
+        """Return ``.grad`` and set it to None."""
+        p = self.ref()
+        if p is None or p.grad is None or self.is_left:
+            return None
+        gradient, p.grad = p.grad, None
+        return gradient
+
+    def give(self, mean: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Set ``.grad`` to ``gradient`` with the values of ``mean``; None: to
+        ``mean``."""
+        p = self.ref()
+        if p is None:
+            return
+        if gradient is not None:
+            gradient.copy_(mean)
+        else:
+            gradient = mean.detach()
+        if p.grad is not gradient:
+            p.grad = gradient
+
+
+def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient: those of its parameter, if without gaps."""
+    return tuple(torch.empty_like(parameter, device="meta").stride())
+
+
+@dataclass(eq=False)
+class BucketMemory:
+    """Holds the memory of a bucket's gradients."""
+
+    flat: torch.Tensor  # all gradients, one after the other; 1-D
+    slots: list[torch.Tensor]  # a view for each, with its parameter's strides
+    unused: int  # the ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it
+
+    def is_free(self) -> bool:
+        """Return whether nothing else holds a view of it."""
+        return _torch.objects.memory_uses(self.flat) == self.unused
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Holds gradients of one dtype, device and group that one collective reduces."""
+
+    members: list[Watched]  # the parameters, in their order in memory
+    mask: int  # places of the members, as bits
+    # Shape and strides of each gradient, as ranks agreed.
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    dtype: torch.dtype
+    device: torch.device
+    # Up to two, used in turns: ``.grad`` may be views of one.
+    memories: list[BucketMemory] = field(default_factory=list)
+
+    @property
+    def over(self) -> MeanOver:
+        """Return the ranks that reduce it."""
+        return self.members[0].over
+
+    def memory(self) -> BucketMemory:
+        """Return memory for the gradients of a backward, with any values."""
+        for memory in self.memories:
+            if memory.is_free():
+                return memory
+        sizes = [torch.Size(shape).numel() for shape, _ in self.shapes]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        starts = accumulate(sizes, initial=0)
+        slots = [
+            flat.as_strided(shape, strides, start)
+            for (shape, strides), start in zip(self.shapes, starts, strict=False)
+        ]
+        memory = BucketMemory(flat, slots, _torch.objects.memory_uses(flat))
+        self.memories = [*self.memories[-1:], memory]
+        return memory
+
+    def forget(self) -> None:
+        """Free the memory once all parameters are gone on this rank."""
+        if all(member.ref() is None for member in self.members):
+            self.memories.clear()
+
+
+def split_into_buckets(
+    parameters: Sequence[Watched], *, first: bool
+) -> Iterator[Bucket]:
+    """Yield buckets of parameters, in the order in which they fill if gradients come in
+    the order of ``parameters``. ``first``: whether this makes the first buckets."""
+    limit = FIRST_BUCKET if first else BUCKET
+    filling: dict[Any, list[Watched]] = {}
+    sizes: dict[Any, int] = {}
+    for watched in parameters:
+        p = watched.ref()
+        assert p is not None, "ranks agreed on a parameter that ended on this one"
+        key = p.dtype, p.device, watched.over
+        filling.setdefault(key, []).append(watched)
+        sizes[key] = sizes.get(key, 0) + p.nbytes
+        if sizes[key] >= limit:
+            del sizes[key]
+            yield _bucket(filling.pop(key))
+            limit = BUCKET
+    for members in filling.values():
+        yield _bucket(members)
+
+
+def _bucket(members: list[Watched]) -> Bucket:
+    parameters = [p for m in members if (p := m.ref()) is not None]
+    shapes = [(tuple(x.shape), strides_of(x)) for x in parameters]
+    mask = sum(1 << m.place for m in members if m.place is not None)
+    like = parameters[0]
+    bucket = Bucket(members, mask, shapes, like.dtype, like.device)
+    for i, member in enumerate(members):
+        member.bucket, member.index = bucket, i
+    return bucket
+
+
+def launch_sum(flat: torch.Tensor, over: MeanOver) -> Callable[[], None]:
+    """Launch an all-reduce, and return a function that waits until the sum has replaced
+    the summand."""
+    group = _torch.distributed.group_named(over.group)
+    transport = check_inputs.transport(flat.device)
+    message = flat if flat.device == transport else flat.to(transport)
+    work: Any = dist.all_reduce(message, group=group, async_op=True)
+
+    def wait() -> None:
+        work.wait()
+        if message is not flat:
+            flat.copy_(message)
+
+    return wait
+
 
 _FIX = (
     "call the compiled module with all its parameters on every rank first, or "
     "make them parameters of the module that is compiled"
 )
-_SEED_FIX = "call torch.manual_seed before the model is made, or load one checkpoint"
 
 
 def is_participating() -> bool:
@@ -218,7 +388,8 @@ class _Filling:
     missing: int  # how many members probably still get a gradient
     # Members whose gradient was handed over, with the last write to ``.grad`` then.
     handed: dict[Watched, Any] = field(default_factory=dict)
-    reduction: LaunchedSum | None = None  # None before it is launched
+    # Waits for its reduction; None before that is launched.
+    wait: Callable[[], None] | None = None
 
 
 def _write_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -298,7 +469,7 @@ class _Backward:
         self.counts[place] = self.counts.get(place, 0) + 1
         if filling is None:
             return
-        if filling.reduction is not None:
+        if filling.wait is not None:
             self.late.add(place)
         elif is_final and watched.early:
             self._advance(place, filling)
@@ -314,7 +485,7 @@ class _Backward:
             return False
         filling = self._filling(bucket)
         slot = filling.memory.slots[watched.index]
-        if filling.reduction is not None or gradient.shape != slot.shape:
+        if filling.wait is not None or gradient.shape != slot.shape:
             return False
         scale = 1 / watched.over.count
         if watched in filling.handed:
@@ -367,7 +538,7 @@ class _Backward:
                 slot.add_(gradient, alpha=scale)
             else:
                 torch.mul(gradient, scale, out=slot)
-        filling.reduction = LaunchedSum(filling.memory.flat, bucket.over)
+        filling.wait = launch_sum(filling.memory.flat, bucket.over)
 
     def _finish(self) -> None:
         """Agree with all ranks on the buckets that are not launched, and reduce
@@ -394,12 +565,12 @@ class _Backward:
             *(b for b in reducer.buckets if b.mask & touched),
         ]:
             filling = self._filling(bucket)
-            if filling.reduction is None:
+            if filling.wait is None:
                 self._launch(bucket, filling)
         sums = self._sum_late(late)
         for bucket, filling in self.filling.items():
-            if filling.reduction is not None:
-                filling.reduction.wait()
+            if filling.wait is not None:
+                filling.wait()
                 self._write(bucket, filling.memory, touched, sums)
         reducer.note(touched)
         if len(reducer.usual) > _HISTORY:
@@ -429,7 +600,7 @@ class _Backward:
         """Return the means of gradients that came after their bucket was launched, on
         any rank."""
         sums: dict[Watched, torch.Tensor] = {}
-        reductions = []
+        waits = []
         for watched in self.reducer.placed if late else ():
             assert watched.place is not None
             if not late >> watched.place & 1:
@@ -442,9 +613,9 @@ class _Backward:
                 gradient = watched.gradient()
                 assert gradient is not None
                 torch.mul(gradient, 1 / watched.over.count, out=mean)
-            reductions.append(LaunchedSum(mean, watched.over))
-        for reduction in reductions:
-            reduction.wait()
+            waits.append(launch_sum(mean, watched.over))
+        for wait in waits:
+            wait()
         return sums
 
     def _place(self, names: Sequence[str]) -> int:
@@ -489,14 +660,14 @@ def _fail(message: str) -> None:
 def watch(
     name: str,
     modules: Mapping[str, nn.Module],
-    over: Callable[[nn.Parameter], MeanOver | None],
+    over: MeanOver,
 ) -> None:
     """Let every backward from now on average the gradients of the parameters of
     ``modules``. Every rank must call this. Parameters and buffers that differ between
     ranks become those of rank 0, with a warning.
 
-    ``name``: the user of the parameters, for messages. ``over``: gives the ranks over
-    which a parameter's gradient is reduced, None for none. Raises RankMismatchError if
+    ``name``: the user of the parameters, for messages. ``over``: the ranks over
+    which gradients are reduced. Raises RankMismatchError if
     a rank is missing, or has other parameters.
     """
     reducer = _reducer()
@@ -525,7 +696,7 @@ def watch(
 def note(
     name: str,
     parameters: Mapping[str, nn.Parameter],
-    over: Callable[[nn.Parameter], MeanOver | None],
+    over: MeanOver,
     *,
     early: bool = True,
 ) -> None:
@@ -596,15 +767,14 @@ def _watched(
     reducer: _Reducer,
     name: str,
     p: nn.Parameter,
-    over: Callable[[nn.Parameter], MeanOver | None],
+    over: MeanOver,
 ) -> Watched | None:
     """Return a parameter to watch; None if it is watched, or needs no reduction."""
-    if id(p) in reducer.watched or id(p) in reducer.left:
+    is_known = id(p) in reducer.watched or id(p) in reducer.left
+    # Gradients of ``fxpar.shard`` are reduced where the global value is read.
+    if is_known or over.count == 1 or isinstance(p, DTensor):
         return None
-    ranks = over(p)
-    if ranks is None or ranks.count == 1:
-        return None
-    return Watched(name, weakref.ref(p), ranks)
+    return Watched(name, weakref.ref(p), over)
 
 
 def _agree_on(
@@ -616,21 +786,16 @@ def _agree_on(
     """Check that ``lines``, which describe parameters and buffers, are equal on all
     ranks, and give all ranks the values of rank 0. Raises RankMismatchError."""
     text = "\n".join(lines)
-    digest = consensus.digest_of(text)
+    digest = meeting.digest_of(text)
     what = f"the parameters that are trained, at {where}"
-    consensus.agree(f"parameters at {where}", digest, text, what=what, fix=_FIX)
+    meeting.agree(f"parameters at {where}", digest, text, what=what, fix=_FIX)
+    values: list[tuple[str, str, torch.Tensor | None]]
     values = [(each.name, "parameter", each.ref()) for each in parameters]
-    fed = [
-        (name, kind, x)
-        for name, kind, x in (
-            *values,
-            *((key, "buffer", x) for key, x in (buffers or {}).items()),
-        )
-        if x is not None and not isinstance(x, DTensor)
-    ]
+    values += [(key, "buffer", x) for key, x in (buffers or {}).items()]
+    fed = [(name, kind, x) for name, kind, x in values if x is not None]
     wrong = check_inputs.differing(fed) if fed else ()
     if wrong:
-        check_inputs.take_from_rank_0([fed[i] for i in wrong], fix=_SEED_FIX)
+        check_inputs.take_from_rank_0([fed[i] for i in wrong])
 
 
 @dataclass(eq=False)
@@ -738,5 +903,5 @@ def mean_of(gradient: torch.Tensor) -> torch.Tensor:
     meet(f"the gradient of a parameter {list(gradient.shape)}")
     mean = gradient.clone(memory_format=torch.contiguous_format)
     mean /= group.size()
-    LaunchedSum(mean, MeanOver(group.group_name, group.size())).wait()
+    launch_sum(mean, MeanOver(group.group_name, group.size()))()
     return mean

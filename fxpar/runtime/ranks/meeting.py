@@ -1,8 +1,9 @@
 """This module exchanges a short text, a word, between all ranks, without a collective.
 
 Ranks meet so at every call of a compiled graph, before any of its collectives is
-launched, and where they agree while they compile (``consensus``). The meetings of a
-world (``worlds``) have equal numbers on all its ranks.
+launched, and where they agree while they compile: ``gather`` gives the texts of all
+ranks, ``agree`` compares digests. The meetings of a world (``worlds``) have equal
+numbers on all its ranks.
 
 In: a place in the program and a word. Out: the words of all ranks, in their order; or
 one error on all of them, if ranks are at different places, one failed (it wrote its
@@ -12,31 +13,45 @@ without end.
 
 Words are keys in the store of the default process group. Up to ``DIRECT`` ranks each
 read all words, those of one machine from memory if all come within a millisecond
-(``mailboxes``); of more ranks, rank 0 reads all and writes them in one key, so that the
-number of messages grows with the ranks and not with their square.
+(``Mailboxes``): two messages through a store take some hundred microseconds, this a
+few. Of more ranks, rank 0 reads all and writes them in one key, so that the number of
+messages grows with the ranks and not with their square.
+
+Backends report that a connection closed, or that time is over, and not which rank was
+missing: ``name_lost_ranks`` finds out by what ranks report of themselves. A rank that
+fails because another is lost ends, and is then lost to others itself; so the first rank
+that knows which one it was writes that to the store, and those that fail later report
+the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import mmap
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fxpar import _torch, cache_files
-from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import presence, store_watch, worlds
-from fxpar.runtime.ranks.mailboxes import Mailboxes
-from fxpar.runtime.ranks.patience import Patience, patience_limit
+from fxpar.errors import FxparError, LostRankError, RankMismatchError
+from fxpar.runtime.ranks import presence, worlds
+from fxpar.runtime.ranks.patience import Patience, patience_limit, watch_store
 from fxpar.runtime.ranks.presence import FAILED, Presence, failure
 from fxpar.runtime.ranks.worlds import World
 
-# Timeout of a message; ``_Watch`` ends a wait earlier, by writing the key that it
+# Timeout of a message; ``_watch`` ends a wait earlier, by writing the key that it
 # waits for.
 LONGEST = timedelta(days=7)
 
@@ -131,7 +146,7 @@ def _begin(world: World) -> Channel:
     """Open the channel of all ranks, and begin to answer other ranks."""
     store, rank = _torch.distributed.default_store(), world.rank
     me = Presence(world.life, store, rank, world.size, "")
-    store_watch.start(me, store)
+    watch_store(me, store)
     try:
         # A store may outlive a process group; its next life starts new keys.
         me.prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
@@ -213,11 +228,9 @@ def meet(
     for rank, other in enumerate(places):
         if other != places[0]:
             names = (f"rank {channel.ranks[r]}" for r in (rank, 0))
-            raise _mismatch(
-                f"{next(names)} is at {other}, {next(names)} at {places[0]}",
-                ALONE,
-                presence.user_line(),
-            )
+            fact = f"{next(names)} is at {other}, {next(names)} at {places[0]}"
+            where = presence.user_line()
+            raise as_reported(RankMismatchError(fact, fix=ALONE, where=where))
     return list(texts)
 
 
@@ -247,20 +260,13 @@ def _verdict_key(channel: Channel) -> str:
     return presence.word_key(channel.prefix, channel.meetings, presence.ALL)
 
 
-def _mismatch(fact: str, fix: str, where: str | None) -> RankMismatchError:
-    """Return an error that every rank raises."""
-    error = RankMismatchError(fact, fix=fix, where=where)
-    error.is_reported = True
-    return error
-
-
 def _words(
     channel: Channel, keys: Sequence[str], word: str, what: str, seconds: float | None
 ) -> list[str]:
     heartbeat = channel.presence
     words = _on_one_machine(channel, keys[channel.rank], word)
     if words is None:
-        heartbeat.watch = _Watch(channel, keys, what, seconds or patience_limit()).look
+        heartbeat.watch = _watch(channel, keys, what, seconds or patience_limit())
         with presence.waits(f"waits for others at {what}", *channel.progress()):
             words = _read(channel, keys)
         heartbeat.watch = None
@@ -271,7 +277,7 @@ def _words(
     for text in words:
         if text.startswith(FAILED):
             fact, fix, where = json.loads(text.removeprefix(FAILED))
-            raise _mismatch(fact, fix, where)
+            raise as_reported(RankMismatchError(fact, fix=fix, where=where))
     return words
 
 
@@ -307,45 +313,360 @@ def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
     return words
 
 
-class _Watch:
-    """Watches one wait from another thread, and ends it when patience is over."""
+def _watch(
+    channel: Channel, keys: Sequence[str], what: str, seconds: float
+) -> Callable[[], None]:
+    """Return what looks at one wait, at every beat and in another thread than the one
+    that waits: once patience is over it ends the wait, by writing a failure for the
+    ranks that are missing, and for this one."""
+    me, patience = channel.presence, channel.patience(seconds)
+    own_key, verdict = keys[channel.rank], _verdict_key(channel)
+    key_of = dict(zip(channel.ranks, keys, strict=True))
+
+    def missing() -> list[int]:
+        return [rank for rank, key in key_of.items() if not me.store.check([key])]
+
+    def look() -> None:
+        late = missing() if patience.is_over(missing) else []
+        if not late:
+            return
+        fact = (
+            f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not "
+            f"reach {what}, where rank {me.rank} waited {patience.waited()}"
+            f"{patience.tell(late)}"
+        )
+        text = failure(fact, ALONE, presence.user_line())
+        for rank in late:
+            if me.store.compare_set(key_of[rank], "", text).decode() != text:
+                return  # it came meanwhile, or another rank said so
+        me.store.set(own_key, text)
+        if channel.size > DIRECT and channel.ranks[0] in late:
+            me.store.compare_set(verdict, "", json.dumps([text]))
+
+    return look
+
+
+# Bytes of a box: number of the call, checksum and length, then the word.
+_HEAD = struct.Struct("<QII")
+_BOX = 1 << 13
+
+# Seconds to wait for the words of other ranks.
+_MOMENT = 1e-3
+
+# Calls after which a rank gives up on the memory if not all have opened it.
+_OPENED_BY = 8
+
+
+class Mailboxes:
+    """Gives one rank access to the boxes of all ranks. ``published``: tells the other
+    ranks the name of the memory, or, given None, returns it, None while it is unknown.
+
+    A rank has two boxes, which it fills in turn: it comes to the next call but one when
+    all have read the last. A word counts only with the number of its call and its
+    checksum. A rank that stops looking takes its word out, so that nobody runs past a
+    rank that waits at the store, where it may give up on others.
+
+    The memory has no file in a folder: other ranks open it through the process of rank
+    0, and the system frees it once all of them have ended, in whatever way."""
 
     def __init__(
-        self, channel: Channel, keys: Sequence[str], what: str, seconds: float
+        self, rank: int, size: int, published: Callable[[str | None], str | None]
     ) -> None:
-        self.key, self.what = keys[channel.rank], what
-        # The keys of all ranks, by numbers in the default process group.
-        self.keys = dict(zip(channel.ranks, keys, strict=True))
-        self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
-        self.leader = channel.ranks[0]
-        self.presence = channel.presence
-        self.patience = channel.patience(seconds)
+        self.rank, self.size, self._published = rank, size, published
+        self._memory: mmap.mmap | None = None
+        self._handle: int | None = None  # of the memory, on rank 0 until all have it
+        self._calls = 0
+        self._all_open = False
+        if rank == 0:
+            self._make()
 
-    def look(self) -> None:
-        """Write a failure for ranks that are missing, and for this one, if the wait is
-        over. Called at every beat, by another thread than the one that waits."""
-        if not self.patience.is_over(self._missing):
+    def write(self, number: int, word: str) -> None:
+        """Write a word for a call, if it fits in a box and all share the memory."""
+        self._calls += 1
+        if not self._all_open:
+            self._meet()
+        data = word.encode()
+        if self._memory is None or not self._all_open or len(data) > _BOX - _HEAD.size:
             return
-        missing = self._missing()
-        if not missing:
+        at = self._box(self.rank, number)
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._memory, at, number, _sum(number, data), len(data))
+
+    def read(self, number: int) -> list[str] | None:
+        """Return the words of all ranks at a call; None if not all come within 1 ms."""
+        if self._memory is None or not self._all_open:
+            return None
+        words: list[str | None] = [None] * self.size
+        end = time.monotonic() + _MOMENT
+        while True:
+            for rank, word in enumerate(words):
+                if word is None:
+                    words[rank] = self._word(rank, number)
+            if None not in words:
+                return [word for word in words if word is not None]
+            if time.monotonic() > end:
+                _HEAD.pack_into(self._memory, self._box(self.rank, number), 0, 0, 0)
+                return None
+            os.sched_yield()
+
+    def _box(self, rank: int, number: int) -> int:
+        return self.size + (2 * rank + number % 2) * _BOX
+
+    def _word(self, rank: int, number: int) -> str | None:
+        assert self._memory is not None
+        at = self._box(rank, number)
+        of, checksum, length = _HEAD.unpack_from(self._memory, at)
+        if of != number or length > _BOX - _HEAD.size:
+            return None
+        data = self._memory[at + _HEAD.size : at + _HEAD.size + length]
+        return data.decode() if _sum(number, data) == checksum else None
+
+    def _make(self) -> None:
+        name = f"fxpar-{uuid.uuid4().hex}"
+        size = self.size + 2 * self.size * _BOX
+        try:
+            self._handle = os.memfd_create(name)
+            os.posix_fallocate(self._handle, 0, size)  # no room would kill at a write
+            self._memory = mmap.mmap(self._handle, size)
+        except (AttributeError, OSError):  # AttributeError: this is not Linux
+            self.close()
             return
-        text = failure(self._late(missing), ALONE, presence.user_line())
-        store = self.presence.store
-        for rank in missing:
-            if store.compare_set(self.keys[rank], "", text).decode() != text:
-                return  # it came meanwhile, or another rank said so
-        store.set(self.key, text)
-        if self.verdict is not None and self.leader in missing:
-            store.compare_set(self.verdict, "", json.dumps([text]))
+        self._memory[0] = 1
+        self._published(f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
 
-    def _missing(self) -> list[int]:
-        check = self.presence.store.check
-        return [rank for rank, key in self.keys.items() if not check([key])]
+    def _meet(self) -> None:
+        """Open the memory that rank 0 made, and check whether all ranks have."""
+        if self._calls > _OPENED_BY:
+            self._memory = None
+            self.close()
+            return
+        if self._memory is None and self.rank:
+            published = self._published(None)
+            if published is None:
+                return
+            name, path = published.split("\n")
+            try:
+                # Elsewhere, as in another container, the path is of something else.
+                if name not in os.readlink(path):
+                    raise FileNotFoundError(path)
+                with open(path, "r+b") as file:
+                    self._memory = mmap.mmap(file.fileno(), 0)
+            except (OSError, ValueError):
+                self._calls = _OPENED_BY
+                return
+            self._memory[self.rank] = 1
+        if self._memory is not None and all(self._memory[: self.size]):
+            self._all_open = True
+            self.close()
 
-    def _late(self, missing: Sequence[int]) -> str:
-        names = ", ".join(map(str, missing))
-        return (
-            f"rank{'s' if len(missing) > 1 else ''} {names} did not reach "
-            f"{self.what}, where rank {self.presence.rank} waited "
-            f"{self.patience.waited()}{self.patience.tell(missing)}"
-        )
+    def close(self) -> None:
+        """Close the handle by which other ranks open the memory."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _sum(number: int, data: bytes) -> int:
+    return zlib.crc32(data, number & 0xFFFFFFFF)
+
+
+E = TypeVar("E", bound=FxparError)
+
+DIFF_LINES = 60
+
+SAME = "run the same code, versions and options on every rank, on the same shapes"
+
+# The digest of a rank that asks all ranks to begin again.
+VOID = ""
+
+
+def agree(
+    tag: str,
+    digest: str,
+    text: str,
+    timeout: float | None = None,
+    *,
+    what: str = "the program",
+    fix: str | None = None,
+    error: type[FxparError] = RankMismatchError,
+) -> bool:
+    """Return once all ranks gave the same tag and digest; False on all ranks if one
+    gave VOID.
+
+    ``text`` has the ``digest``; where digests differ, the error shows how the text of
+    the first rank that differs differs from rank 0's. ``timeout``: seconds to wait for
+    a rank that is idle.
+
+    Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
+    come or has failed.
+    """
+    digests = gather(tag, digest, timeout)
+    if VOID in digests:
+        return False
+    differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not differ:
+        return True
+    channel = current()
+    is_shown = channel is not None and channel.rank in (0, differ[0])
+    texts = gather(tag, text if is_shown else "", timeout)
+    first, other = worlds.global_rank(0), worlds.global_rank(differ[0])
+    diff = _difference(texts[0], texts[differ[0]], f"rank {first}", f"rank {other}")
+    fact = f"ranks disagree about {what}: {named(differ)} from rank {first}"
+    raise as_reported(error(f"{fact}\n{diff}", fix=fix or SAME))
+
+
+def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
+    """Return the text of every rank, in order of ranks; they should be short.
+
+    Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
+    """
+    return meet(repr(tag), text, seconds=timeout)
+
+
+def gather_data(tag: str, data: Any) -> list[Any]:
+    """Return the data of every rank, in order of ranks, which go through JSON."""
+    return [json.loads(text) for text in gather(tag, json.dumps(data))]
+
+
+def first_other(values: Iterable[Any]) -> int | None:
+    """Return the first rank whose value differs from rank 0's; None if all are
+    equal."""
+    first, *rest = values
+    return next((rank for rank, x in enumerate(rest, 1) if x != first), None)
+
+
+def is_leader() -> bool:
+    """Return whether this is the rank that decides for all."""
+    channel = current()
+    return channel is None or channel.rank == 0
+
+
+def abort(error: BaseException) -> None:
+    """Report a failure of this rank, unless every rank knows of it, to ranks that wait
+    for it, now or at their next meeting: they raise RankMismatchError with it."""
+    if not is_known_to_all(error):
+        fail(f"{type(error).__name__}: {error}")
+
+
+def as_reported(error: E) -> E:
+    """Return the error, marked as one that every rank raises."""
+    error.is_reported = True
+    return error
+
+
+def is_known_to_all(error: BaseException | None) -> bool:
+    """Return whether every rank knows of an error, or of its cause."""
+    while error is not None:
+        if getattr(error, "is_reported", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def digest_of(text: str) -> str:
+    """Return a digest for ``agree`` where the text has none of its own."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _difference(text: str, other: str, name: str, other_name: str) -> str:
+    """Return a unified diff of the texts of two ranks."""
+    before, after = text.splitlines(), other.splitlines()
+    lines = list(
+        difflib.unified_diff(before, after, name, other_name, lineterm="", n=1)
+    )
+    if len(lines) > DIFF_LINES:
+        lines[DIFF_LINES:] = [f"... {len(lines) - DIFF_LINES} more lines"]
+    return "\n".join(lines) or "(their texts are equal, only their digests differ)"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks of the current world in words, as users number them."""
+    return listed([worlds.global_rank(rank) for rank in ranks])
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return the given rank numbers in words, at most eight of them."""
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
+
+
+# Parts of messages of gloo and NCCL: of ranks that have ended, of any not reached.
+_CLOSED = ("closed by peer", "pair closure", "reset")
+_SAID = ("gloo", "NCCL", "Timed out waiting", *_CLOSED)
+# States of ranks that may have come to the collective.
+_IN_STEP = ("waits", "collective", "in a graph", "works")
+_SHOWN = 8  # ranks
+_LOST_FIX = (
+    "see what they printed, first of all the first that failed; if they compute "
+    "for longer than a collective may take, give init_process_group a longer "
+    "timeout"
+)
+
+
+# The first report of a lost rank: by which rank, which is lost and where, and a fix.
+LostRankReport = tuple[int, str, str]
+
+
+def name_lost_ranks(error: RuntimeError) -> None:
+    """Raise RankMismatchError that names the missing ranks if ``error`` comes from a
+    collective or a message that other ranks did not reach."""
+    text = str(error)
+    is_of_others = isinstance(error, dist.DistError) or any(x in text for x in _SAID)
+    is_foreign = not isinstance(error, FxparError) and is_of_others
+    if not (is_foreign or isinstance(error, LostRankError)):
+        return
+    channel = all_ranks()
+    if channel is None:
+        return
+    reason = str(error).split(". ")[0].partition("\n")[0]
+    what = f"a collective of this step did not complete ({reason})"
+    what = error.what if isinstance(error, FxparError) else what
+    try:
+        report = _reported(channel) or _learned(channel, error, what)
+    except dist.DistError as lost:
+        why = channel.presence.lost_store(lost)
+        raise RankMismatchError(f"{what}, and {why.what}", fix=why.fix) from error
+    if report is None or report[:2] == (channel.rank, what):
+        return
+    rank, fact, fix = report
+    if rank != channel.rank:
+        fact = f"{what}; rank {rank} failed before:\n{fact}"
+    raise RankMismatchError(fact, fix=fix) from error
+
+
+def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport | None:
+    """Find out which ranks are lost, report it to the others and return it; None if
+    nobody knows."""
+    is_closed = any(x in str(error) for x in _CLOSED)
+    if isinstance(error, LostRankError) and error.rank is not None and is_closed:
+        return _reported(channel, what, error.fix or _LOST_FIX)
+    with presence.waits("asks where others are"):
+        states = channel.presence.answers(unless=lambda: _reported(channel) is not None)
+    report = _reported(channel)
+    if report is not None:
+        return report
+    world = worlds.current()
+    neighbors = set() if world is None else states.keys() & set(world.ranks)
+    absent = {r for r, other in states.items() if other.state not in _IN_STEP}
+    late = {r for r, other in states.items() if other.state == "works"}
+    named = (ranks & neighbors or ranks for ranks in (absent, late) if ranks)
+    lines = [f"\n  rank {r} {states[r].text}" for r in sorted(next(named, ()))]
+    if not lines:
+        return None
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    what += f":{''.join(lines[:_SHOWN])}{more}"
+    return _reported(channel, what, _LOST_FIX)
+
+
+def _reported(channel: Channel, *own: str) -> LostRankReport | None:
+    """Return the first report of a lost rank, which is ``own`` if there is none yet;
+    None without either."""
+    key, store = f"{channel.prefix}/lost", channel.presence.store
+    if own:
+        text = store.compare_set(key, "", json.dumps([channel.rank, *own]))
+    else:
+        text = store.get(key) if store.check([key]) else None
+    return text and tuple(json.loads(text))

@@ -18,7 +18,7 @@ from torch import fx
 from fxpar.errors import RankMismatchError
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.passes.simulate.launches import EXACT, crossings
-from fxpar.runtime.ranks import consensus, meeting, worlds
+from fxpar.runtime.ranks import meeting, worlds
 from fxpar.runtime.ranks.groups import axes_of_group
 from fxpar.runtime.steps.pipeline_state import PhaseState
 from fxpar.sharding.factors import Axes
@@ -53,7 +53,7 @@ def _(first, launches, what, mesh, manual):
                 fix="use the same parameters in the same order on every rank, or leave "
                 "them whole (no fxpar.shard)",
             )
-            raise consensus.as_reported(error)
+            raise meeting.as_reported(error)
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:
@@ -68,10 +68,11 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     lines = [*state.at_rest, *crossings(graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
-    digest = consensus.digest_of("\n".join(lines))[:16]
+    digest = meeting.digest_of("\n".join(lines))[:16]
     tensors = (x for n in launched for x in n.all_input_nodes)
-    placeholders = graph.find_nodes(op="placeholder")
-    operand = next(chain(tensors, filter(_is_tensor, placeholders)))
+    inputs = graph.find_nodes(op="placeholder")
+    fed = (n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
+    operand = next(chain(tensors, fed))
     calls = (n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(launched[0] if launched else next(calls)):
         call = graph.call_function(
@@ -79,10 +80,6 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
             (operand, digest, what, str(manual.mesh), "+".join(manual.axes)),
         )
     call.meta["val"] = None
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_between_places(node: fx.Node, axes: Axes) -> bool:

@@ -8,11 +8,13 @@ of other ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.fusion.schedule import Schedule
@@ -179,3 +181,12 @@ class PhaseState(PipelineState, PhaseGraph):
     @property
     def label(self) -> str:
         return f"{self.request.label}/{self.which}"
+
+
+def on_cpu_by_default() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which tensors are made on the CPU unless a device is named.
+    It costs nothing where that is so anyway: a default device slows every call of
+    torch."""
+    if torch.get_default_device().type == "cpu":
+        return contextlib.nullcontext()
+    return torch.device("cpu")

@@ -1,7 +1,8 @@
-"""Plan the normalized graph, and write the plan as data: steps of the pipeline.
+"""Normalize a traced graph, plan it, and write the plan as data: steps of the pipeline.
 
-In: a ``JointState`` with the normalized graph. Out: the same state, its moments and
-pools in the form that is planned, with its decision and at the end its ``Plan``. Never:
+In: a ``JointState`` with the graph as it was traced. Out: the same state, its graph
+normalized, with moments and pools in the form that is planned, its decision and at the
+end its ``Plan``. Never:
 a difference between ranks, except that ``look_up_plan`` and ``keep_plan`` read and
 write the disk. The order of the steps is ``fxpar.pipeline``'s.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
@@ -25,6 +27,7 @@ from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
+from fxpar.passes.normalize.split_merged_batch import split_merged_batch
 from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import PhasesAsRun
@@ -33,7 +36,7 @@ from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.sharding import plan_facts
+from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.candidates import balanced, choose, split_evenly
 from fxpar.sharding.decide import Decision, decide_on
 from fxpar.sharding.manual_axes import over_manual_axes, planned_plan
@@ -44,12 +47,19 @@ from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program, phase_of
+from fxpar.sharding.propagate.at_rest import exchanged_notes
+from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
+from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rest_over_stages import over_stages
-from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+from fxpar.sharding.search.run_search import (
+    SearchOptions,
+    has_too_many_axes,
+    priced_as,
+)
 
 log = logging.getLogger("fxpar")
 
@@ -242,9 +252,35 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     if has_user_rules():
         check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
-    for rival in () if state.open_shares else decision.rivals:
+    rivals = (
+        () if state.open_shares else decision.rivals + _laid_out_by(state, decision)
+    )
+    for rival in rivals:
         on_mesh = request.on(rival.mesh) if request.meshes else state.request
         state.rivals += ((on_whole_mesh(rival, on_mesh), on_mesh),)
+
+
+def _laid_out_by(state: JointState, decision: Decision) -> tuple[Decision, ...]:
+    """Return the decision of the plan by which parameters were laid out, which a search
+    of another graph of the same program made; none if it does not fit, or is the one
+    that is found now."""
+    request, result = state.request, decision.search
+    if request.laid_out_by is None or result is None or request.meshes:
+        return ()
+    try:
+        plan = _as_planned(request.laid_out_by, request)
+        recalled = recall(decision.program, result.mesh, plan)
+    except PlanError as error:
+        log.info("the plan by which parameters are laid out does not fit: %s", error)
+        return ()
+    cost = priced_as(result, recalled.strategies)
+    if cost is None or recalled.strategies == decision.strategies:
+        return ()
+    program, settled, mesh = decision.program, cost.settled, cost.mesh
+    edges = connect(program, cost.strategies, settled, mesh)
+    notes = (*decision.notes[:1], *exchanged_notes(program, edges))
+    rival = replace(recalled, mesh=mesh, settled=settled, edges=edges)
+    return (replace(rival, search=cost, notes=notes),)
 
 
 def describe(graph: fx.Graph, state: JointState) -> None:
@@ -324,3 +360,27 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     if state.key and searched is not None and isinstance(mode, SearchOptions):
         chosen = _can_choose_schedule(state.request) and not state.request.options.tune
         plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)
+
+
+def split_batch(graph: fx.Graph, state: JointState) -> None:
+    """Keep a batch as a dim if its axes do not divide it or its sequence is split."""
+    if state.open:  # a plan may split open sizes only where the axes divide them
+        return
+    mesh = state.request.mesh
+    axes, along, unequal = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+    can_split = partial(shard_sizes.can_split, even=state.request.pipeline is not None)
+
+    def splits(rows: int, next_size: int) -> bool:
+        if along and rows > 1 and can_split(next_size, mesh, along):
+            return True
+        # A search may choose the shares of ranks of different speed.
+        even = shard_sizes.is_exact(rows, mesh, axes) and set(axes).isdisjoint(unequal)
+        return not even and can_split(rows, mesh, axes)
+
+    split_merged_batch(graph, state.build, splits)
+
+
+def drop_dead(graph: fx.Graph, _: JointState) -> None:
+    """Remove nodes that nothing reads."""
+    graph.eliminate_dead_code()
+    graph.lint()

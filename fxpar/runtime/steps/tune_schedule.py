@@ -11,7 +11,6 @@ of them. Never: a read of, or change to, what the user owns.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.graph.graph_bodies import hold, module_of
-from fxpar.runtime.ranks import consensus, worlds
+from fxpar.runtime.ranks import meeting, worlds
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.steps.binding import bind
 
@@ -46,8 +45,9 @@ Dropped = dict[int, str]
 def candidates(schedules: Sequence[str], name: str) -> list[str]:
     """Return the schedules to measure, as rank 0 has them, the predicted best first.
     Raises RankMismatchError if a rank does not come."""
-    mine = json.dumps(list(schedules)[:MOST])
-    return json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
+    tag = f"the schedules of {name}"
+    first: list[str] = meeting.gather_data(tag, list(schedules)[:MOST])[0]
+    return first
 
 
 def fastest(
@@ -137,11 +137,10 @@ def _prepared(
 def _dropped_on_any_rank(tag: str, failed: Mapping[int, str]) -> Dropped:
     """Return the schedules that failed on any rank. Every rank learns of them before it
     waits for others in a collective."""
-    every = consensus.gather(tag, json.dumps(failed))
     dropped = Dropped()
-    for rank, text in enumerate(every):
-        for i, why in json.loads(text).items():
-            dropped.setdefault(int(i), f"rank {rank} failed: {why}")
+    for rank, failures in enumerate(meeting.gather_data(tag, failed)):
+        for i, why in failures.items():
+            dropped.setdefault(int(i), f"{meeting.named([rank])} failed: {why}")
     return dropped
 
 
@@ -207,9 +206,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
                 if turn >= WARMUP and i not in dropped:
                     times[i].append(took)
     times = {i: mine for i, mine in times.items() if i not in dropped}
-    every = [
-        json.loads(x) for x in consensus.gather(f"times of {name}", json.dumps(times))
-    ]
+    every = meeting.gather_data(f"times of {name}", times)
     slowest = {
         i: map(max, zip(*(rank[str(i)] for rank in every), strict=True)) for i in times
     }

@@ -1,4 +1,5 @@
-"""Norms of split tensors, and what item() says of summands, are those of one device."""
+"""Norms of split tensors, and what item() says of summands, are those of one device;
+gradients that ``no_sync`` left unreduced are reduced in the end."""
 
 from __future__ import annotations
 
@@ -70,3 +71,29 @@ def items(mesh: str | None) -> list[Any]:
 def test_item_is_of_all_ranks() -> None:
     for got in shared_pool(4).run(items, "dp=4"):
         assert got == pytest.approx(items(None))
+
+
+def unfrozen() -> list[bool]:
+    """Whether gradients lie as their parameters do after a loop with ``no_sync``, of a
+    model and then of the same with a parameter that was frozen before."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].weight.requires_grad_(False)
+    model = fxpar.shard(model, mesh="dp=2")
+    options = {"codegen": "eager", "mesh": "dp=2"}
+    run = torch.compile(model, backend="fxpar", options=options)
+    reduced = []
+    for _ in range(2):
+        with fxpar.no_sync(model):
+            run(torch.ones(4, 8)).sum().backward()
+        run(torch.ones(4, 8)).sum().backward()
+        grads = [(p.grad, p) for p in model.parameters() if p.grad is not None]
+        reduced.append(all(g.placements == p.placements for g, p in grads))
+        model.zero_grad()
+        model[1].weight.requires_grad_(True)
+    return reduced
+
+
+@pytest.mark.usefixtures("propagated")
+def test_a_parameter_that_was_frozen_is_reduced_after_no_sync() -> None:
+    assert shared_pool(4).run(unfrozen, ranks=2) == [[True, True]] * 2

@@ -29,7 +29,6 @@ from fxpar.fusion.kernels.select_region import after
 from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.graph.builder import REGION
-from fxpar.runtime.ranks import check_inputs, consensus
 from fxpar.runtime.steps import lowering_steps
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.forked import run_forked
@@ -50,11 +49,7 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
     torch._dynamo.reset()
     model, batch = build_loss(name)
     options = {"mesh": mesh, "codegen": "eager", "fuse": "interpret"}
-    with (
-        mock.patch.object(lowering_steps, "say", keep),
-        mock.patch.object(consensus, "agree"),
-        mock.patch.object(check_inputs.Checks, "run"),
-    ):
+    with mock.patch.object(lowering_steps, "say", keep):
         torch.compile(model, backend="fxpar", options=options)(**batch).backward()
     return found
 
@@ -90,8 +85,6 @@ def fused_step(name: str) -> list[tuple[str, Fused]]:
     with (
         mock.patch.object(lowering_steps, "say", keep),
         mock.patch.object(lowering_steps, "fuse_graph", asked),
-        mock.patch.object(consensus, "agree"),
-        mock.patch.object(check_inputs.Checks, "run"),
     ):
         step = fxpar.train_step(
             model, lambda m, **batch: m(**batch), optimizer, options=options

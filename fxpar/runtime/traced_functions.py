@@ -1,4 +1,4 @@
-"""Replace losses of torch that break a graph by ones that do not.
+"""Replace functions of torch that break a graph, or cannot be split, in a trace.
 
 In: calls of ``gaussian_nll_loss``, which checks values, and ``ctc_loss``, which has an
 op whose sizes depend on data; a trace ends at either. Out: importing this module makes
@@ -6,20 +6,30 @@ Dynamo trace the functions here instead; ``AsOneGraph`` does so where Dynamo is 
 ``fxpar::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)``
 gives the unreduced loss of each sequence; torch's own op also returns its table of
 alignments, as long as the longest target: here the backward computes that table again.
-Never: a result of data-dependent size; other numbers or other errors than torch's.
+
+Attention with dropout becomes products, a softmax and a mask of random numbers: kernels
+of CUDA draw their masks by the index within the rank's shard, so that each would run
+whole on every rank; numbers drawn by global index can be split like any others. On the
+CPU, which has no such kernel, torch does the same.
+
+Never: a result of data-dependent size; other numbers or other errors than torch's; a
+change to attention without dropout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
+from fxpar.errors import warn
+from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
 
@@ -203,9 +213,10 @@ _READS = (torch.Tensor.item, torch.Tensor.__bool__)
 
 
 class AsOneGraph(TorchFunctionMode):
-    """Is a mode inside which these losses are those of this module, and a check that
-    all elements of a tensor hold (``torch._check_tensor_all``, validation of
-    ``torch.distributions``) is an assertion in the graph."""
+    """Is a mode inside which these losses are those of this module, attention with
+    dropout uses no kernel, and a check that all elements of a tensor hold
+    (``torch._check_tensor_all``, validation of ``torch.distributions``) is an assertion
+    in the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,4 +231,70 @@ class AsOneGraph(TorchFunctionMode):
         if func in _READS and any(args[0] is check for check in self.checks):
             _torch.dynamo.assert_in_graph(args[0], "a check of values does not hold")
             return True
+        if func is _ATTEND and _has_dropout(args, kwargs or {}):
+            func = attend_by_products
         return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
+
+
+_ATTEND = torch.nn.functional.scaled_dot_product_attention
+# Position of ``dropout_p`` among the arguments.
+_PLACE = 4
+
+
+def attend_by_products(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return ``scaled_dot_product_attention``, computed without its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return _ATTEND(*args, **kwargs)
+
+
+def without_kernels(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a Dynamo graph whose attentions with dropout use no kernel,
+    those in bodies included; ``gm`` itself if there are none."""
+    if not any(map(_calls, _graphs(gm))):
+        return gm
+    copy = _torch.dynamo.copy_graph(gm)
+    copy.meta = dict(gm.meta)
+    for module in _graphs(copy):
+        for node in _calls(module):
+            node.target = attend_by_products
+        module.recompile()
+    return copy
+
+
+def warn_of_products(gm: fx.GraphModule, device_types: Iterable[str]) -> None:
+    """Warn that attention of a graph from ``without_kernels`` uses no kernel, where its
+    device has some. ``device_types``: of the graph's inputs."""
+    nodes = [
+        node
+        for module in _graphs(gm)
+        for node in module.graph.find_nodes(
+            op="call_function", target=attend_by_products
+        )
+    ]
+    if not nodes or "cuda" not in device_types:
+        return
+    warn(
+        "attention with dropout is computed by matrix products, not by a fused "
+        f"kernel ({len(nodes)} calls): its memory grows with the square of the "
+        "sequence, and its random mask differs from that of the kernel on one "
+        "device",
+        where=user_line(nodes[0]),
+        fix="set the dropout of attention to 0 (attn_pdrop, "
+        "attention_probs_dropout_prob, attention_dropout), which uses the kernels",
+    )
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    nodes = gm.graph.find_nodes(op="call_function", target=_ATTEND)
+    return [node for node in nodes if _has_dropout(node.args, node.kwargs)]
+
+
+def _has_dropout(args: Any, kwargs: Any) -> bool:
+    chance = args[_PLACE] if len(args) > _PLACE else kwargs.get("dropout_p", 0.0)
+    return not isinstance(chance, (int, float)) or chance > 0
