@@ -86,6 +86,29 @@ def is_in_transform(tx: Any) -> bool:
     )
 
 
+def has_changed_state(tx: Any, layer: nn.Module) -> bool:
+    """Return whether a trace has set an attribute in a layer, or changed a list, dict
+    or set that was there before: guards no longer say what the layer reads."""
+    from torch._dynamo.variables.base import (
+        AttributeMutationExisting,
+        ValueMutationExisting,
+    )
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    effects, own = tx.output.side_effects, set(map(id, layer.modules()))
+    if any(id(getattr(x, "value", None)) in own for x in effects.store_attr_mutations):
+        return True
+    for x in effects.id_to_variable.values():
+        kind, is_object = x.mutation_type, isinstance(x, UserDefinedObjectVariable)
+        if isinstance(kind, ValueMutationExisting) and kind.is_modified:
+            return True
+        if is_object and isinstance(kind, AttributeMutationExisting):
+            is_changed: bool = x.is_base_vt_modified(effects)  # a dict, for example
+            if is_changed:
+                return True
+    return False
+
+
 def has_more_reads(tx: Any, condition: Any, operands: Sources[Any], layer: Any) -> bool:
     """Return whether a layer reads one of its operands in another way too, as by the
     name of a module: Dynamo then no longer knows which of the two is meant.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from fxpar._torch.flat_regions import (
 from fxpar._torch.identical_layers import (
     LayerGuard,
     guards_on,
+    has_changed_state,
     has_more_reads,
     has_own_calls,
     is_in_transform,
@@ -44,6 +46,10 @@ _LEAST = 3
 
 # If a class has more kinds of layers than this, each of its layers is traced.
 _KINDS = 3
+
+# Dynamo's methods that set an attribute of an object that was there before the trace,
+# and read one that was set.
+_STORE, _LOAD = "store_attr", "load_attr"
 
 # Compilation by Dynamo -> classes whose layers are traced each: it begins anew when one
 # is found.
@@ -68,6 +74,8 @@ def _teach_dynamo() -> None:
         from torch._dynamo.variables import invoke_subgraph as regions
     except ImportError:
         return
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.base import AttributeMutationExisting as Existing
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     dynamo: Any = regions
@@ -91,6 +99,21 @@ def _teach_dynamo() -> None:
         of_layer = _trace_of(tx).called is not None
         return _operands(args, kwargs) if of_layer else flattened(tx, args, kwargs)
 
+    def note(name: str) -> None:
+        """Note changes of objects, and reads of what was changed, in a trace."""
+        method = getattr(SideEffects, name)
+
+        @functools.wraps(method)
+        def noted(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+            trace = getattr(self.output_graph_weakref(), "fxpar_layers", None)
+            if trace is not None and isinstance(item.mutation_type, Existing):
+                trace.counts[name] += 1
+            return method(self, item, *args, **kwargs)
+
+        setattr(SideEffects, name, noted)
+
+    note(_STORE)
+    note(_LOAD)
     UnspecializedNNModuleVariable.call_function = call_function  # type: ignore[method-assign]
     dynamo.is_reusable = is_reusable
     dynamo.build_input_fingerprint = build_input_fingerprint
@@ -104,8 +127,10 @@ class _TracedLayer:
     entry: Any
     # The layer's ``kind_of``, which must be the same.
     kind: Any
-    # All guards on the layer.
+    # All guards on the layer: of what was there before the trace.
     guards: Sequence[LayerGuard]
+    # How many attributes had been set in the trace.
+    stores: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +183,8 @@ def _compilation() -> Any:
 
 class _Trace:
     """Tracks the layers of one trace. ``called``: the layer whose call is under way;
-    ``used``: the region that was found for it."""
+    ``used``: the region that was found for it; ``counts``: calls of _STORE and
+    _LOAD."""
 
     def __init__(self, is_served: bool) -> None:
         self.is_served = is_served
@@ -166,6 +192,7 @@ class _Trace:
         self.bodies: dict[str, _Body] = {}  # by name
         self.called: Any = None
         self.used: _TracedLayer | None = None
+        self.counts: Counter[str] = Counter()
 
     def forget(self) -> None:
         """Drop the records of the trace, which is at its end."""
@@ -179,12 +206,11 @@ class _Trace:
             and self.called is None
             and tx.output.current_tracer.parent is None
             and not is_in_transform(tx)
-            # Guards tell what was there before the trace, not what it has set since.
-            and not tx.output.side_effects.mutated_sources
             and type(layer.value) not in _broken
             and type(layer.value) not in _refused.get(_compilation(), ())
             and _is_one_of_several(tx, layer)
             and not has_own_calls(layer.value)
+            and not has_changed_state(tx, layer.value)
         )
 
     def call(self, tx: Any, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -197,6 +223,7 @@ class _Trace:
 
         op = call_of_region()
         self.called, self.used = layer, None
+        loads = self.counts[_LOAD]
         try:
             of_layer = _call_of_layer()(type(layer.value).forward)
             variable = TorchHigherOrderOperatorVariable.make(op)
@@ -206,8 +233,10 @@ class _Trace:
                 is_region = True
                 _no_leaves(results, tx.fake_mode)
             else:
-                is_region = _has_distinct_tensors(results) and self._record_region(
-                    tx, layer
+                is_region = (
+                    self.counts[_LOAD] == loads
+                    and _has_distinct_tensors(results)
+                    and self._record_region(tx, layer)
                 )
         except exc.RestartAnalysis:
             raise
@@ -246,7 +275,8 @@ class _Trace:
             return False
         if not is_reading_tensors(tx, entry, layer.source):
             return False
-        traced = _TracedLayer(entry, kind_of(layer.value), guards)
+        kind = kind_of(layer.value)
+        traced = _TracedLayer(entry, kind, guards, self.counts[_STORE])
         others = list(self.regions.values())
         self.regions[id(entry)] = traced
         # Dynamo has one body for the same ops, although they may give other results in
@@ -264,6 +294,8 @@ class _Trace:
         if region is None:  # a region of the user's
             return True
         if region.kind != kind_of(self.called.value):
+            return False
+        if region.stores != self.counts[_STORE]:
             return False
         from torch._dynamo.guards import install_guard
         from torch._dynamo.variables.invoke_subgraph import build_source_replacement
