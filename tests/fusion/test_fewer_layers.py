@@ -142,7 +142,6 @@ def kept(x: Any, *weights: Any) -> Any:
 def test_rows_of_other_layers_stay_whole() -> None:
     fewer = fewer_layers(graph_of(stack(192, fn=kept)))
     assert fewer is not None and fewer.layers - fewer.removed == STAY
-    assert targets(fewer.graph).count("aten.mul.Tensor") > 3 * STAY
 
 
 def kinds(fewer: FewerLayers, of: Callable[[fx.Node], bool]) -> list[str]:
