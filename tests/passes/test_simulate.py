@@ -295,21 +295,16 @@ def test_pairs_that_a_causal_mask_hides_are_computed_or_not(masked, pairs):
     assert timeline.seconds == pytest.approx(4 * 2 * 3 * pairs * 4 / 1e3)
 
 
-def test_dtype_and_tf32_choose_the_peak():
+def test_dtype_chooses_the_peak():
     peaks = (("float32", Peak(1e9)), ("bfloat16", Peak(1e10)))
     fast = machine(peaks=peaks, bandwidth=math.inf)
-    tf32 = dataclasses.replace(fast, peaks=(*peaks, ("tf32", Peak(1e11))))
     found = []
-    for hardware, dtype, options in (
-        (fast, torch.float32, {}),
-        (fast, torch.bfloat16, {}),
-        (tf32, torch.float32, {"tf32": True}),
-    ):
+    for dtype in (torch.float32, torch.bfloat16):
         s = Sketch()
         a, b = s.input(64, 64, dtype=dtype), s.input(64, 64, dtype=dtype)
-        out = s.run(s(aten.mm, a, b), hardware=hardware, **options)
+        out = s.run(s(aten.mm, a, b), hardware=fast)
         found.append(round((out.seconds - LAUNCH) * 1e9 / (2 * 64**3), 6))
-    assert found == [1.0, 0.1, 0.01]
+    assert found == [1.0, 0.1]
 
 
 def test_light_ops_are_one_kernel_that_moves_what_enters_and_leaves():
