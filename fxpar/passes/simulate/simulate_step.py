@@ -212,9 +212,11 @@ class _LaunchTasks:
 
 
 def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
-    where = {launch: i for i, launch in enumerate(program.launches)}
+    # A phase that repeats a collective has an equal launch: a wait is for the last one.
+    where: dict[Launch, int] = {}
     work = _LaunchTasks([], [], [])
-    for launch in program.launches:
+    for i, launch in enumerate(program.launches):
+        where[launch] = i
         work.first.append(len(work.tasks))
         if launch.of is not None:
             work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
