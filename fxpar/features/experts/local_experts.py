@@ -30,6 +30,7 @@ from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.ops import LOCAL, rule_of
 from fxpar.sharding.ops.local_call import LocalCall, Localizer
 from fxpar.sharding.program import user_line
+from fxpar.sharding.propagate.conventions import TIME
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -260,12 +261,11 @@ def _own_ids(
 
 
 def _telling(call: LocalCall, operand: int) -> str:
-    """Return the axes that split an operand, whose ranks exchange their counts."""
-    spec = call.operands[operand]
-    axes = [
-        axis for dim in spec.dims for axis in dim if call.build.mesh.count((axis,)) > 1
-    ]
-    return "+".join(axes)
+    """Return the axes that split an operand, whose ranks exchange their counts; parts
+    of a batch, which a rank has itself, are checked each by itself."""
+    axes = (axis for dim in call.operands[operand].dims for axis in dim)
+    count = call.build.mesh.count
+    return "+".join(axis for axis in axes if axis != TIME and count((axis,)) > 1)
 
 
 def _within_parts(

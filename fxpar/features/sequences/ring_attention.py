@@ -102,7 +102,7 @@ def form_of(target: Any) -> AttentionForm | None:
     if schema is None or not is_contraction(target) or "attention" not in name:
         return None
     names = tuple(argument.name for argument in schema.arguments)
-    balanced = "near_ahead" in names and "gap" not in names
+    balanced = "near_ahead" in names
     if "_scaled_dot" not in name and "ahead" not in names and not balanced:
         return None
     return AttentionForm(
