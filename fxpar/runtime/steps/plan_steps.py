@@ -263,7 +263,8 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
 def _laid_out_by(state: JointState, decision: Decision) -> tuple[Decision, ...]:
     """Return the decision of the plan by which parameters were laid out, which a search
     of another graph of the same program made; none if it does not fit, or is the one
-    that is found now."""
+    that is found now. (That graph is traced without AOTAutograd: where its ops differ
+    from those of this one, as of a Llama, it does not fit.)"""
     request, result = state.request, decision.search
     if request.laid_out_by is None or result is None or request.meshes:
         return ()

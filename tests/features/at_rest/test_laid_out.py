@@ -1,6 +1,6 @@
-"""Parameters that ``fxpar.shard`` split by default: the plan by which they are laid out
-is one of those that the search of the first graph compares, and layers are of one kind.
-By plans on one rank of a group that does not communicate."""
+"""Parameters that ``fxpar.shard`` split by default: the plan of the first graph uses
+them as they are laid out, and layers are of one kind. By plans on one rank of a group
+that does not communicate."""
 
 from __future__ import annotations
 
