@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fxpar
-from fxpar.errors import ScheduleError
+from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
@@ -218,3 +219,30 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return F.max_pool2d(x, 2, 1, 0).sum()
+
+
+def convolved(x: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(x, x.new_ones(1, 1, 3, 3)).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "mesh", "mode"),
+    [
+        (pooled, (2, 1, 8, 8), "x=4", "search"),
+        (convolved, (1, 1, 12, 12), "x=2", "propagate"),
+    ],
+)
+def test_a_message_may_be_the_last_op_of_a_step(
+    fn: Any, shape: Any, mesh: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
+    specs = [(None, None, "x", None)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        fxpar.plan(
+            fn, torch.randn(shape), mesh=mesh, mode=mode, in_specs=specs, grad=True
+        )

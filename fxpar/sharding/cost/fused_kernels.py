@@ -335,7 +335,8 @@ class KernelReader:
             self._close(value.kernel.now())
         if buffer.late is not None:
             late = buffer.late
-            self.settle(late, late.nodes, self.at - 0.5)
+            # A result of the phase may be that of its last op.
+            self.settle(late, late.nodes, max(late.order, self.at - 0.5))
         buffer.written = True
         return buffer
 
