@@ -199,12 +199,13 @@ def rows() -> Tensor:
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
-        # The models set an object before their layers (transformers 5).
-        *((name, []) for name in ("llama/4", "bert/4", "vit/4", "mixtral/3")),
-        *(
-            pytest.param(name, [], marks=pytest.mark.slow)
-            for name in ("gpt2/4", "t5/4")
-        ),
+        ("llama/4", [4]),
+        pytest.param("gpt2/4", [4], marks=pytest.mark.slow),
+        ("bert/4", [4]),
+        ("vit/4", [4]),
+        ("mixtral/3", [3]),
+        # What its layers give has holes.
+        pytest.param("t5/4", [], marks=pytest.mark.slow),
     ],
 )
 def test_models_of_transformers(name: str, calls: list[int]) -> None:
