@@ -186,7 +186,7 @@ def _called(
     named_inputs = name_inputs(lean.graph, examples)
     compiled_graph.refuse_nested(lean, named_inputs, examples)
     job = CompileJob(options, ranks, named_inputs)
-    job = used_layouts.settled(lean, examples, job)
+    used_layouts.settle(lean, examples, job)
     call: Callable[..., Any] = Calls(lean, examples, job, compile_as, owner)
     if numbers:
         return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))

@@ -393,7 +393,6 @@ class Compilation:
             hints=load(options.hints),
             mode=mode,
             hardware=known_machine(options, size),
-            laid_out_by=self.job.laid_out_by,
         )
         return request.with_open_mesh(ranks.mesh) if ranks.open else request
 

@@ -186,8 +186,6 @@ class Request:
     bodies: tuple[int, ...] = ()
     # The hardware on which schedule "auto" is priced; None: it chooses none.
     hardware: Hardware | None = None
-    # A plan by which parameters were laid out: a search compares its own with it.
-    laid_out_by: Plan | None = None
     # Whether a searched plan is first looked for on disk, and saved there.
     cached: bool = False
     # Whether the graph contains the backward of its step.

@@ -20,7 +20,6 @@ from torch import nn
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.runtime.ranks.groups import OnMesh
-from fxpar.sharding.plan import Plan
 
 AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
@@ -48,8 +47,6 @@ class Home(OnMesh):
     latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
-    # The plan of that graph, on the rank that planned; None: none was made.
-    laid_out_by: Plan | None = None
     is_even: bool = True  # whether all shards of each parameter have equal shapes
     # The adopted modules by id, as users' classes may have no hash.
     modules: weakref.WeakValueDictionary[int, nn.Module] = field(
@@ -72,7 +69,6 @@ class Home(OnMesh):
             self.param_dtype,
             self.reduce_dtype,
             movable=set(self.movable),
-            laid_out_by=self.laid_out_by,
             is_even=self.is_even,
             copies=self.copies,
             round=self.round,

@@ -268,7 +268,7 @@ def _uses(
 
     what = call, declare, ranks, table, options
     try:
-        decision = decided(*what, name="the sample's call").decided
+        decision = decided(*what, name="the sample's call")
     except Exception as error:
         meeting.abort(error)
         raise

@@ -234,7 +234,7 @@ def decided(
     name: str,
     plan: Callable[..., JointState] = planned,
     ends: Sequence[Callable[[str, str, int | None], Output]] = (),
-) -> JointState:
+) -> Decision:
     """Trace and plan a call: by ``planned``, once for all ranks, which must all call;
     by ``searched`` on this rank only. ``declare`` and ``ends``: as ``read_signature``
     takes them. Plan files and "replicate" are ignored."""
@@ -257,7 +257,7 @@ def decided(
     )
     if ranks.open:
         request = request.with_open_mesh(ranks.mesh)
-    return plan(module.graph, fake_mode, request)
+    return plan(module.graph, fake_mode, request).decided
 
 
 def uses_of(decision: Decision) -> Uses:
@@ -271,30 +271,17 @@ def uses_of(decision: Decision) -> Uses:
     }
 
 
-def settled(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> CompileJob:
+def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None:
     """Reshard parameters that no program has read yet as this Dynamo graph uses them,
-    and make Dynamo trace again; if none changes, return the job with the plan by which
-    its parameters were laid out.
+    and make Dynamo trace again; return if none changes.
 
     All ranks must call it. Raises RankMismatchError if a rank does not.
     """
     read = [x for x in examples if isinstance(x, DTensor) and hasattr(x, HOME)]
-    every = list(dict.fromkeys(getattr(x, HOME) for x in read))
-    homes = [home for home in every if home.movable]
-    if homes and not job.ranks.open:
-        _lay_out_first(gm, examples, job, homes, read)
-    plans = (home.laid_out_by for home in every)
-    return replace(job, laid_out_by=next(filter(None, plans), None))
-
-
-def _lay_out_first(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    job: CompileJob,
-    homes: Sequence[Home],
-    read: Sequence[Any],
-) -> None:
-    """Do the work of ``settled`` for models that have movable parameters."""
+    homes = list(dict.fromkeys(getattr(x, HOME) for x in read))
+    homes = [home for home in homes if home.movable]
+    if not homes or job.ranks.open:
+        return
     if not _can_move(homes[0], job.options):
         for home in homes:
             home.movable.clear()
@@ -324,9 +311,7 @@ def _moved(
     twins, texts = twins_of(ours.values()), dict[str, str]()
     if meeting.is_leader():
         with presence.works("plans how to shard parameters"):
-            texts, plan = _planned(gm, examples, job, ours)
-        for home in homes:
-            home.laid_out_by = plan
+            texts = _planned(gm, examples, job, ours)
     moves = _agreed(ours, texts)
     for home in homes:
         own_names = {x.name for x in ours.values() if x.home is home}
@@ -407,35 +392,29 @@ def _planned(
     examples: Sequence[Any],
     job: CompileJob,
     ours: Mapping[str, Movable],
-) -> tuple[dict[str, str], Plan | None]:
-    """Return the planned spec of each parameter as text, and the plan, if there is one
-    but that of a file, from the record of an earlier start or made here; no specs if
-    planning fails, since compiling the graph then says why."""
+) -> dict[str, str]:
+    """Return the planned spec of each parameter as text, from the record of an earlier
+    start or from a plan made here; none if planning fails, since compiling the graph
+    then says why."""
     text = known_programs.text_of(
         gm, job.named_inputs, examples, job.options, job.ranks, [*ours]
     )
     key = meeting.digest_of(text or "")
     path = cache_files.folder() / f"{key}.rests.json"
-
-    def decode(data: dict[str, Any]) -> tuple[dict[str, str], Plan]:
-        texts = {str(k): str(Spec.parse(x)) for k, x in data["rests"].items()}
-        return texts, Plan.from_dict(data["plan"])
-
-    record = cache_files.read_record(path, FORMAT, key, decode) if text else None
-    if record is not None:
-        return record
+    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
+    if record:
+        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
     try:
         with _torch.dynamo.outside_of_trace():
-            uses, plan = _uses(gm, examples, job, ours)
+            uses = _uses(gm, examples, job, ours)
     except Exception:
         log.info("parameters stay sharded as they are", exc_info=True)
-        return {}, None
+        return {}
     specs = _as_used(uses, job.named_inputs, examples, ours)
     texts = {key: str(spec) for key, spec in specs.items()}
-    if text and plan is not None:
-        data = {"rests": texts, "plan": plan.to_record()}
-        cache_files.write_record(path, FORMAT, key, data)
-    return texts, plan
+    if text:
+        cache_files.write_record(path, FORMAT, key, {"rests": texts})
+    return texts
 
 
 def _as_used(
@@ -468,16 +447,16 @@ def _uses(
     examples: Sequence[Any],
     job: CompileJob,
     ours: Mapping[str, Movable],
-) -> tuple[Uses, Plan | None]:
+) -> Uses:
     """Return the spec in which a program uses each parameter, by name: from the plan
-    file that it follows, else from a plan made here, which is returned as well."""
+    file that it follows, else from a plan made here."""
     options, ranks, inputs = job.options, job.ranks, job.named_inputs
     if options.plan not in ("search", "propagate"):
         with ranks.inside():
             size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
             mode = plan_mode(options.plan, options, size, name)
         assert isinstance(mode, Plan)
-        return dict(mode.parameters), None
+        return dict(mode.parameters)
     forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
     mode_ = _torch.fake.new_fake_mode(symbols=True)
     free = {id(x.parameter) for x in ours.values()}
@@ -512,14 +491,14 @@ def _uses(
             rest = declared[of].at_rest
         return Output(name, kind, of, rest)
 
-    state = decided(
+    decision = decided(
         *(call, declare, ranks, load(options.hints), options),
         name="the first call",
         plan=searched,
         ends=[end],
     )
-    uses, mesh = uses_of(state.decided), state.decided.mesh
-    return {name: spec.joined(mesh) for name, spec in uses.items()}, state.plan
+    mesh = decision.mesh
+    return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
 
 
 @dataclass(frozen=True)

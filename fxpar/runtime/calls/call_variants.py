@@ -136,8 +136,6 @@ class CompileJob:
     # A plan that is left only for one that is faster by ``options.replan``.
     rival: Plan | None = None
     # As of the request.
-    laid_out_by: Plan | None = None
-    # As of the request.
     sent_room: int | None = None
     # Notes of the plan on how it was made.
     notes: tuple[str, ...] = ()

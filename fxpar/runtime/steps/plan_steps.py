@@ -47,18 +47,15 @@ from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program, phase_of
-from fxpar.sharding.propagate.at_rest import exchanged_notes
 from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
-from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.rest_over_stages import over_stages
 from fxpar.sharding.search.run_search import (
     SearchOptions,
     has_too_many_axes,
-    priced_as,
 )
 
 log = logging.getLogger("fxpar")
@@ -252,36 +249,9 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     if has_user_rules():
         check_user_rules(decision)
     state.decision = on_whole_mesh(decision, state.request)
-    rivals = (
-        () if state.open_shares else decision.rivals + _laid_out_by(state, decision)
-    )
-    for rival in rivals:
+    for rival in () if state.open_shares else decision.rivals:
         on_mesh = request.on(rival.mesh) if request.meshes else state.request
         state.rivals += ((on_whole_mesh(rival, on_mesh), on_mesh),)
-
-
-def _laid_out_by(state: JointState, decision: Decision) -> tuple[Decision, ...]:
-    """Return the decision of the plan by which parameters were laid out, which a search
-    of another graph of the same program made; none if it does not fit, or is the one
-    that is found now. (That graph is traced without AOTAutograd: where its ops differ
-    from those of this one, as of a Llama, it does not fit.)"""
-    request, result = state.request, decision.search
-    if request.laid_out_by is None or result is None or request.meshes:
-        return ()
-    try:
-        plan = _as_planned(request.laid_out_by, request)
-        recalled = recall(decision.program, result.mesh, plan)
-    except PlanError as error:
-        log.info("the plan by which parameters are laid out does not fit: %s", error)
-        return ()
-    cost = priced_as(result, recalled.strategies)
-    if cost is None or recalled.strategies == decision.strategies:
-        return ()
-    program, settled, mesh = decision.program, cost.settled, cost.mesh
-    edges = connect(program, cost.strategies, settled, mesh)
-    notes = (*decision.notes[:1], *exchanged_notes(program, edges))
-    rival = replace(recalled, mesh=mesh, settled=settled, edges=edges)
-    return (replace(rival, search=cost, notes=notes),)
 
 
 def describe(graph: fx.Graph, state: JointState) -> None:
