@@ -434,8 +434,7 @@ STUDIES = (
                 "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
                 "with none, and with all (`FXPAR_FAST=0`). `alone` is one fake rank of "
                 "`fxpar.shard` on dp=2 with empty caches, up to the C++ text. "
-                "Each once: a few per cent are noise. `quick_min_cut` has gone since: it "
-                "saved 1 %.",
+                "Each once: a few per cent are noise. `quick_min_cut` has gone since.",
             ),
             Table(
                 ("compile_cpu.json",),
