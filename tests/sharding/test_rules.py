@@ -222,7 +222,7 @@ WRONG = {
     "reduced by another op": ("sum.dim_IntList", Row(_PLAIN, reduce="max")),
     "a mean added up": ("mean", Row(over_all(whole=False))),
     "a maximum added up": ("amax", Row(_PLAIN)),
-    "not reduced": ("sum", Row("a b -> ~a ~b")),
+    "not reduced": ("sum", Row("a b c -> ~a ~b ~c")),
     "sums through a kink": ("relu", Row(pointwise.broadcast, linear="0")),
     "maxima through a fall": ("neg", Row(pointwise.broadcast, monotone="0")),
     "both factors in parts": ("mul.Tensor", Row(pointwise.broadcast, linear="0+1")),

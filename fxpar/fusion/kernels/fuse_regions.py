@@ -111,8 +111,8 @@ def fuse_graph(
     whether rungs are measured, when regions first run.
     """
     fused, lacking = Fused(), "no kernel has it together with its collective"
-    wanted = dict.fromkeys(asked_for(graph), lacking)
-    if not beyond_schedule and not wanted:
+    unplaced = dict.fromkeys(asked_for(graph), lacking)
+    if not beyond_schedule and not unplaced:
         return fused
     drop_double_permutes(graph)
     started: set[str] = set()
@@ -124,11 +124,11 @@ def fuse_graph(
         started.add(start.name)
         region = None
         if beyond_schedule or region_of(start):
-            region = _region(start, facts_of, fused, wanted)
+            region = _region(start, facts_of, fused, unplaced)
         if region is not None:
             rung = fused.rungs[-1]
             replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
-    fused.unfused = [_miss_text(Miss(n, n, why)) for n, why in wanted.items()]
+    fused.unfused = [_miss_text(Miss(n, n, why)) for n, why in unplaced.items()]
     if dump is not None:
         _write(fused, Path(dump))
     return fused
@@ -138,16 +138,16 @@ def _region(
     start: fx.Node,
     facts_of: Callable[[str], GroupFacts],
     fused: Fused,
-    wanted: dict[fx.Node, str],
+    unplaced: dict[fx.Node, str],
 ) -> SelectedRegion | None:
     """Return the region of a collective, if it pays or a schedule wants it, and report
-    it. ``wanted``: nodes that a schedule wants in a region and that are in none so far,
+    it. ``unplaced``: nodes that a schedule wants in a region and that are in none so far,
     and why."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
     for miss in misses:
         fused.add_miss(miss)
-        if miss.node in wanted:
-            wanted[miss.node] = miss.why
+        if miss.node in unplaced:
+            unplaced[miss.node] = miss.why
     if region is None:
         return None
     outline = region.outline
@@ -169,7 +169,7 @@ def _region(
     fused.before += before
     fused.after += after
     for node in region.members:
-        wanted.pop(node, None)
+        unplaced.pop(node, None)
     return region
 
 
