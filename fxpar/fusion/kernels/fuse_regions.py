@@ -141,8 +141,8 @@ def _region(
     unplaced: dict[fx.Node, str],
 ) -> SelectedRegion | None:
     """Return the region of a collective, if it pays or a schedule wants it, and report
-    it. ``unplaced``: nodes that a schedule wants in a region and that are in none so far,
-    and why."""
+    it. ``unplaced``: nodes that a schedule wants in a region and that are in none so
+    far, and why."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
     for miss in misses:
         fused.add_miss(miss)
