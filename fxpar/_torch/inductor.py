@@ -21,6 +21,8 @@ from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
 from fxpar._torch.version import own_version
 
+aten = torch.ops.aten
+
 
 def load() -> None:
     """Import what a graph is compiled with, and read the installed files that keys of
@@ -195,7 +197,6 @@ def _parts_of(node: Any) -> set[int]:
 
 
 # Inductor runs these in place, or in a copy of the operand.
-aten = torch.ops.aten
 _IN_PLACE = ("::all_reduce", "::broadcast")
 
 
@@ -251,6 +252,7 @@ def _compute_scalars_once(gm: fx.GraphModule) -> None:
     each vector, of the reader."""
     for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
         slow = set[fx.Node]()  # numbers with a slow op among what they are computed of
+        is_changed = False
         for node in [n for n in body.graph.nodes if n.op == "call_function"]:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.shape:
@@ -259,12 +261,14 @@ def _compute_scalars_once(gm: fx.GraphModule) -> None:
                 slow.add(node)
                 large = [user for user in node.users if _is_large(user.meta.get("val"))]
                 if large:
+                    is_changed = True
                     with body.graph.inserting_after(node):
                         once = body.graph.call_function(_once(), (node,))
                     once.meta = dict(node.meta)
                     for user in large:
                         user.replace_input_with(node, once)
-        body.recompile()
+        if is_changed:
+            body.recompile()
 
 
 def _is_large(value: Any) -> bool:

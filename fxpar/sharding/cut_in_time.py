@@ -31,7 +31,7 @@ def cut_in_time(program: Program) -> BatchCut | None:
     if not batch:
         return None
     rows = math.gcd(*(program.values[v].shape[0] for v in batch))
-    if rows == 1:
+    if rows < 2:
         return None
     least = next(n for n in range(2, rows + 1) if rows % n == 0)
     mesh = Mesh(((TIME, least),), (MEMORY,))

@@ -624,3 +624,10 @@ def test_a_search_in_stages_splits_nothing_unevenly(
     alone = fxpar.plan(model, x[:1], mesh="dp=2", mode="search", grad=True)
     assert "4097@dp" in str(alone)
     assert "4097@dp" not in str(staged)
+
+
+def test_an_empty_batch_is_cut_nowhere() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.randn(0, 8)
+    plan = fxpar.plan(model, x, mesh="pp=2", mode="search")
+    assert plan.simulate(x).shape == (0, 8)
