@@ -196,6 +196,16 @@ def test_a_bias_by_expert_is_not_sent(
     assert not sent[0] - sent[1]
 
 
+def test_slots_for_tokens_that_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each microbatch rows are counted by itself, and no rank is told."""
+    monkeypatch.setenv("FXPAR_EXPERT_EXCHANGE", "all_to_all")
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "4")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    args, whole = arguments(), (None, None)
+    plan = planned(mixture, args, "ep=2", in_specs=[whole, whole, None, None])
+    compare(plan, args, torch.nn.functional.silu)
+
+
 def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A gate and what it gates, side by side, as Mixtral has them."""
     return rows.chunk(2, -1)
