@@ -1,7 +1,7 @@
 """Memory of one rank in a training step, fxpar compared with its peers.
 
-    python benchmarks/bench_memory.py [--layers 4] [--ranks 2] [--peer NAME ...]
-        [--json FILE]
+    python benchmarks/bench_memory.py [--layers 4] [--scale small] [--ranks 2]
+        [--peer NAME ...] [--json FILE]
 
 Peers and ``fxpar``, which does what the README says, are those of ``bench_step``; a
 peer and fxpar on its mesh run in the same processes, one after the other, on the same
@@ -18,7 +18,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from _common import conditions, on_ranks, write
+from _common import LLAMAS, conditions, on_ranks, write
 from _peers import AXIS, PEERS, Case, Step, fxpar_side, state_bytes
 from _traffic import watched
 
@@ -37,13 +37,13 @@ def figures_of(step: Step, case: Case) -> dict[str, int]:
     return {"state": 2 * held + kept, "peak": peak, "whole": whole}
 
 
-def worker(peer: str, layers: int, out: str) -> None:
+def worker(peer: str, layers: int, scale: str, out: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    case = Case(dist.get_world_size(), layers=layers)
+    case = Case(dist.get_world_size(), layers=layers, scale=scale)
     made = {
         peer: lambda: PEERS[peer](case, "layers", False),
         "fxpar": lambda: fxpar_side(peer, case, {"schedule": "auto"}),
@@ -58,17 +58,18 @@ def worker(peer: str, layers: int, out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--scale", choices=sorted(LLAMAS), default="small")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--peer", choices=sorted(PEERS), action="append")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.peer[0], args.layers, args.worker)
+        worker(args.peer[0], args.layers, args.scale, args.worker)
         return
     before, cases = conditions(), {}
     for peer in args.peer or sorted(PEERS):
-        words = ("--layers", args.layers, "--peer", peer)
+        words = ("--layers", args.layers, "--scale", args.scale, "--peer", peer)
         figures = cases[peer] = on_ranks(__file__, args.ranks, *words)
         for name, found in figures.items():
             print(
@@ -79,7 +80,7 @@ def main() -> None:
             )
         ratio = figures["fxpar"]["peak"] / figures[peer]["peak"]
         print(f"peak ratio {ratio:.3f}", flush=True)
-    model = asdict(Case(args.ranks, layers=args.layers))
+    model = asdict(Case(args.ranks, layers=args.layers, scale=args.scale))
     data = {"conditions": before, "model": model, "cases": cases}
     write(args.json, "bench_memory", data)
 

@@ -10,7 +10,8 @@ seconds, once for each dim that could be split; the best by simulation are kept.
 each of these ``overlap_candidates`` finds lines for every kind of collective, in a
 window around it, and the whole step is simulated again. If layers repeat, all that is
 done on a few (``fewer_layers``), and the lines found are repeated for all. A schedule
-is taken if the step is not slower with it; between equals memory decides.
+is taken if the step is not slower with it; between equals memory decides, then the
+number of collectives.
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.schedule_attempts import is_better
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
+from fxpar.passes.simulate.simulate_step import Timeline, Traffic
 from fxpar.sharding.cost.fused_kernels import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
 from tests.helpers.models import NAMES, build_loss
@@ -110,6 +112,16 @@ def test_rings_and_longer_chunks_are_found(
 ) -> None:
     text = str(chosen_for(name, network).schedule)
     assert all(verb in text for verb in verbs), text
+
+
+def test_of_equal_schedules_the_one_with_fewer_collectives_is_better() -> None:
+    def step(calls: int, peak: int = 8) -> Timeline:
+        traffic = (Traffic("all_reduce", ("dp",), calls, 4, 4),)
+        return Timeline((), 1.0, 1.0, 0.0, 0.0, traffic, (), peak, ())
+
+    assert is_better(step(1), step(2))
+    assert not is_better(step(2), step(1))
+    assert not is_better(step(1, peak=9), step(2))
 
 
 def test_all_ranks_choose_alike() -> None:

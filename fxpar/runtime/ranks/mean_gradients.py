@@ -43,7 +43,8 @@ from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines t
 from fxpar.runtime.ranks import check_inputs, meeting, worlds
 from fxpar.runtime.ranks.presence import is_alone
 
-# Bytes of the first bucket and of the others, as DDP's.
+# Bytes of the first bucket and of the others, as DDP's. A small first one starts early;
+# on a CPU, whose cores reduce it too, that hides nothing.
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 
 
@@ -174,7 +175,6 @@ def split_into_buckets(
 ) -> Iterator[Bucket]:
     """Yield buckets of parameters, in the order in which they fill if gradients come in
     the order of ``parameters``. ``first``: whether this makes the first buckets."""
-    limit = FIRST_BUCKET if first else BUCKET
     filling: dict[Any, list[Watched]] = {}
     sizes: dict[Any, int] = {}
     for watched in parameters:
@@ -183,10 +183,11 @@ def split_into_buckets(
         key = p.dtype, p.device, watched.over
         filling.setdefault(key, []).append(watched)
         sizes[key] = sizes.get(key, 0) + p.nbytes
-        if sizes[key] >= limit:
+        is_small = first and p.device.type != "cpu"
+        if sizes[key] >= (FIRST_BUCKET if is_small else BUCKET):
             del sizes[key]
             yield _bucket(filling.pop(key))
-            limit = BUCKET
+            first = False
     for members in filling.values():
         yield _bucket(members)
 
