@@ -141,8 +141,8 @@ class Side:
         """Where gradients need not be averaged, since more are added to them."""
         if isinstance(run, DistributedDataParallel):
             return run.no_sync()
-        sharded = self.cell.side == FXPAR and self.cell.sharded
-        return fxpar.no_sync(model) if sharded else contextlib.nullcontext()
+        is_ours = self.cell.side == FXPAR
+        return fxpar.no_sync(model) if is_ours else contextlib.nullcontext()
 
     # What is compared
 

@@ -154,6 +154,23 @@ def own_backward(net, x, rank, step):
     net(x, "abcd").sum().backward()
 
 
+def unreduced_at_first(net, x, rank, step):
+    """Parameters that ranks use inside ``unreduced`` differ, by step the last backward
+    uses others."""
+    with mean_gradients.unreduced(net.parameters()):
+        net(x[:2], "ab" if rank else "cd").square().sum().backward()
+        net(x[2:], "abab").square().sum().backward()
+    net(x, "cd" if step % 2 else "ab").square().sum().backward()
+
+
+def partly_unreduced(net, x, rank, step):
+    """One layer waits while others of its buckets are reduced."""
+    with mean_gradients.unreduced(net.a.parameters()):
+        for part in x.split(2):
+            net(part, "abcd").square().sum().backward()
+    net(x).square().sum().backward()
+
+
 CASES = [
     once,
     accumulated,
@@ -177,6 +194,8 @@ BY_HAND = [
     all_in_checkpoint,
     some_inputs,
     own_backward,
+    unreduced_at_first,
+    partly_unreduced,
 ]
 
 
@@ -298,6 +317,7 @@ def unlike(case, way, steps=4):
 
 # A backward that differs by rank and step, what DDP refuses, checkpoints, hooks.
 QUICK = [changing, twice_in_graph, on_one_rank, eager_part, BY_HAND[5], some_inputs]
+QUICK += [unreduced_at_first, partly_unreduced]
 
 
 def every_case(way, quick):
@@ -424,8 +444,32 @@ def launched_early(way):
 def test_buckets_are_launched_in_the_backward(way):
     for launched, views in shared_pool(2).run(launched_early, way):
         assert launched[0] == 0
-        assert launched[1] == launched[2] >= 3
+        assert launched[1] == launched[2] >= 2
         assert views == [way != "eager"] * 2
+
+
+def reductions_unreduced():
+    """How many all-reduces each of four backwards launched."""
+    torch.manual_seed(7)
+    model, counts = Parts().double(), []
+    net, plain = watched(model, "graph"), mean_gradients.launch_sum
+
+    def launch(*args):
+        counts[-1] += 1
+        return plain(*args)
+
+    with mock.patch.object(mean_gradients, "launch_sum", launch):
+        for step in range(4):
+            counts.append(0)
+            x = torch.randn(2, 6, dtype=torch.float64)
+            waits = mean_gradients.unreduced(net.parameters())
+            with contextlib.nullcontext() if step % 2 else waits:
+                net(x).sum().backward()
+    return counts
+
+
+def test_nothing_is_sent_while_gradients_wait():
+    assert shared_pool(2).run(reductions_unreduced) == [[0, 1, 0, 1]] * 2
 
 
 def with_arguments():

@@ -42,7 +42,7 @@ from fxpar.features.at_rest.used_layouts import (
     with_parts,
 )
 from fxpar.runtime.calibrate.measure import measure_first
-from fxpar.runtime.ranks import meeting
+from fxpar.runtime.ranks import mean_gradients, meeting
 from fxpar.runtime.ranks.check_inputs import check_options, check_same, options_text
 from fxpar.runtime.ranks.drift import note_steps
 from fxpar.runtime.ranks.groups import HOME, Ranks, device_mesh_of, join, settle
@@ -141,22 +141,18 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let gradients of a sharded model add up unreduced on each rank inside this block;
-    the first backward of a forward outside it reduces the sum. As DDP's ``no_sync``:
-    put the forward inside as well. Costs memory for gradients that batch axes do not
-    split.
+    """Let gradients of a model add up unreduced on each rank inside this block; the
+    first backward of a forward outside it reduces the sum. As DDP's ``no_sync``: put
+    the forward inside as well. Costs memory for gradients that batch axes do not split.
 
-    Raises ShardError if the model is not sharded (on more than one rank).
+    Raises ShardError on more than one rank if the model is not sharded and did not run
+    with ``inputs="local"``.
     """
     model = getattr(model, "_orig_mod", model)
     home = model.__dict__.get(HOME)
     if home is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise ShardError(
-                "no_sync needs a model whose parameters are sharded",
-                fix="call fxpar.shard(model) before the optimizer is made",
-            )
-        yield
+        with mean_gradients.unreduced(model.parameters()):
+            yield
         return
     home.waiting, before = True, home.waiting
     try:

@@ -18,10 +18,12 @@ the other buckets.
 
 A gradient comes in two ways: autograd accumulates it, or a compiled backward hands it
 over as soon as it is computed (``passes.order.hand_over``), and autograd gets None.
+Inside ``unreduced`` neither is noted; the next backward outside reduces the sums.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import weakref
@@ -37,7 +39,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
-from fxpar.errors import GradientError
+from fxpar.errors import GradientError, ShardError
 from fxpar.graph.custom_ops import refuse_sparse
 from fxpar.passes.order import hand_over as _hand_over  # noqa: F401  (defines the op)
 from fxpar.runtime.ranks import check_inputs, meeting, worlds
@@ -255,6 +257,10 @@ class _Reducer:
     # Parameters without a hook, which required no gradient so far.
     frozen: set[Watched] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # ids of those other code reduces
+    # Ids of parameters whose gradients are not reduced now.
+    waiting: frozenset[int] = frozenset()
+    # Parameters with gradients that were not reduced.
+    unreduced: set[Watched] = field(default_factory=set)
     backwards: int = 0  # number of backwards that have ended
 
     def expected(self) -> int:
@@ -304,9 +310,21 @@ class _Reducer:
             watched.has_hook = True
             p.register_post_accumulate_grad_hook(_arrived)
 
+    def is_waiting(self, watched: Watched) -> bool:
+        """Return whether the gradient of a parameter is not reduced now."""
+        return bool(self.waiting) and id(watched.ref()) in self.waiting
+
+    def take_unreduced(self) -> list[Watched]:
+        """Return the parameters whose gradients of earlier backwards are reduced now,
+        and forget them."""
+        ready = {w for w in self.unreduced if not self.is_waiting(w)}
+        self.unreduced -= ready
+        return [w for w in ready if w.gradient() is not None]
+
     def _end(self, key: int, watched: Watched) -> None:
         self.watched.pop(key, None)
         self.frozen.discard(watched)
+        self.unreduced.discard(watched)
         if self.new.get(watched.name) is watched:
             del self.new[watched.name]
         if watched.bucket is not None:
@@ -344,6 +362,9 @@ def _accumulated(parameter: torch.Tensor) -> None:
     reducer = _current()
     watched = reducer.watched.get(id(parameter)) if reducer is not None else None
     if reducer is None or watched is None or watched.is_left:
+        return
+    if id(parameter) in reducer.waiting:
+        reducer.unreduced.add(watched)
         return
     # Other hooks may still change the gradient.
     is_final = _torch.aot.hooks_of(parameter)[1] == 1
@@ -523,6 +544,8 @@ class _Backward:
                 return
             self._launch(bucket, filling)
             for member in bucket.members:
+                if self.reducer.is_waiting(member):
+                    continue
                 if (gradient := member.take()) is not None:
                     self.state.detached_gradients[member] = gradient
             self.launched += 1
@@ -545,7 +568,10 @@ class _Backward:
         """Agree with all ranks on the buckets that are not launched, and reduce
         them."""
         reducer = self.reducer
-        touched = sum(1 << place for place in self.counts)
+        unreduced = reducer.take_unreduced()
+        earlier = {w.place for w in unreduced}
+        self.new.update((w.name, None) for w in unreduced if w.place is None)
+        touched = sum(1 << p for p in earlier | self.counts.keys() if p is not None)
         late = sum(1 << place for place in self.late)
         places = {**self.without_bucket, **self.counts}
         first = [p for p in places if reducer.placed[p].bucket is None]
@@ -750,6 +776,29 @@ def backwards() -> int:
     return 0 if reducer is None else reducer.backwards
 
 
+@contextlib.contextmanager
+def unreduced(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let gradients of ``parameters`` add up on each rank in backwards inside this
+    block; the first backward outside it reduces the sums. Raises ShardError at its end
+    if this module reduces none of them."""
+    if not is_participating():
+        yield
+        return
+    ids, reducer = frozenset(map(id, parameters)), _reducer()
+    before, reducer.waiting = reducer.waiting, reducer.waiting | ids
+    try:
+        yield
+    finally:
+        reducer.waiting = before
+    if not any(key in reducer.watched for key in ids):
+        raise ShardError(
+            "no_sync needs a compiled model that is called inside, with inputs=local "
+            "or sharded parameters",
+            fix="set FXPAR_INPUTS=local, or call fxpar.shard(model) before the "
+            "optimizer is made",
+        )
+
+
 def leave(parameters: Iterable[nn.Parameter]) -> None:
     """Leave the gradients of ``parameters`` from now on to other code, as DDP."""
     reducer = _reducer()
@@ -817,6 +866,8 @@ class _Handing:
                 continue
             each = self.reducer.watched.get(id(leaf))
             if each is None or not each.early or not each.has_hook or each.is_left:
+                continue
+            if self.reducer.is_waiting(each):
                 continue
             backward = backward or self.reducer.begun()
             if backward.hand(each, gradient):
