@@ -115,12 +115,16 @@ def _plans(data: Any) -> Iterable[Row]:
             yield case["peer"], case["mesh"], *cells
 
 
-def _memory(data: Any) -> Iterable[Row]:
-    for peer, sides in data["cases"].items():
-        for side, held in sides.items():
-            ratios = [held[of] / sides[peer][of] for of in ("state", "peak")]
-            shown = ("", "") if side == peer else (f"{x:.2f}" for x in ratios)
-            yield peer, side, mib(held["state"]), mib(held["peak"]), *shown
+def _memory(*files: Any) -> Iterable[Row]:
+    for data in files:
+        model = mib(next(iter(data["cases"].values()))["fxpar"]["whole"] / 4)
+        for peer, sides in data["cases"].items():
+            for side, held in sides.items():
+                two = [(held[of], sides[peer][of]) for of in ("state", "peak")]
+                pairs = (*two, map(sum, zip(*two, strict=True)))
+                shown = [f"{a / b:.2f}" for a, b in pairs]
+                shown = [""] * 3 if side == peer else shown
+                yield model, peer, side, mib(held["state"]), mib(held["peak"]), *shown
 
 
 def _first_steps(*files: Any) -> Iterable[Row]:
@@ -371,14 +375,17 @@ STUDIES = (
     Study(
         "memory",
         "What a rank holds",
-        "A Llama of 4 layers: MiB of parameters and optimizer state on a rank, and the "
-        "peak of a step beyond them. `fxpar` keeps parameters whole beside DDP, and is "
-        "`fxpar.shard` else; its schedule may take 8 MiB more for larger buckets, much "
-        "in a model of 15 MiB.",
+        "Llamas of 4 layers, by MiB of their parameters: MiB of parameters and "
+        "optimizer state on a rank, and the peak of a step beyond them. `fxpar` keeps "
+        "parameters whole beside DDP, and is `fxpar.shard` else; its schedule may take "
+        "8 MiB more for larger buckets, much in the smaller model. Beside sequence "
+        "parallelism it takes a plan that is faster and splits no activation of a "
+        "norm.",
         (
             Table(
-                ("memory_cpu.json",),
-                "peer | side | state | peak | state / peer | peak / peer",
+                ("memory_cpu.json", "memory_wide_cpu.json"),
+                "model | peer | side | state | peak | state / peer | peak / peer "
+                "| both / peer",
                 _memory,
             ),
         ),

@@ -6,6 +6,7 @@ import json
 import time
 import warnings
 from functools import partial
+from itertools import accumulate
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
@@ -446,6 +448,58 @@ def test_buckets_are_launched_in_the_backward(way):
         assert launched[0] == 0
         assert launched[1] == launched[2] >= 2
         assert views == [way != "eager"] * 2
+
+
+def most_held(way):
+    """MiB that the third backward allocates at most, beyond what the second left."""
+    layers = (nn.Linear(1024, 1024, bias=False) for _ in range(6))  # of 4 MiB
+    net = watched(nn.Sequential(*layers), way)
+    for _ in range(3):
+        net.zero_grad()
+        loss = net(torch.ones(2, 1024)).sum()
+        with profile(profile_memory=True) as profiled:
+            loss.backward()
+    events = profiled.profiler.kineto_results.events()
+    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(sizes))) / 2**20
+
+
+@pytest.mark.parametrize("way", ["graph", "inductor"])
+def test_gradients_that_were_handed_over_are_freed(way):
+    assert max(shared_pool(2).run(most_held, way)) < 10
+
+
+class OneMemory(nn.Module):
+    """Of ``a`` and ``b`` one gradient is a view of the other; that of ``c`` is read for
+    the one of ``d``."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Parameter(torch.randn(4, 4)))
+
+    def forward(self, x):
+        return (x @ (self.a.t() + self.b) @ (self.c * 2 + self.d.sin())).square().sum()
+
+
+def gradients_in_one_memory(way):
+    torch.manual_seed(3)
+    model = OneMemory().double()
+    twin, net = copy.deepcopy(model), watched(model, way)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        for each in (net, twin):
+            each.zero_grad()
+            with contextlib.nullcontext() if each is net else fxpar.alone():
+                each(x).backward()
+        averaged(twin)
+    return far(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("way", ["graph", "inductor"])
+def test_gradients_that_others_read_are_not_freed(way):
+    assert shared_pool(2).run(gradients_in_one_memory, way) == [[], []]
 
 
 def reductions_unreduced():

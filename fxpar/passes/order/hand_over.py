@@ -3,7 +3,9 @@
 In: a backward by itself, and which of its results are gradients of parameters. Out: the
 same graph with calls of ``fxpar::hand_over``, each after the last of a few gradients,
 which give them to ``runtime.ranks.mean_gradients``. Never: the results change;
-gradients that are not taken there go through autograd as usual.
+gradients that are not taken there go through autograd as usual. The memory of one that
+is taken is free from then on if nothing else reads it: a backward returns all gradients
+at its end, and would hold them beside those that are reduced.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ _WAIT = torch.ops.fxpar.wait_gather.default
 FIRST, CHUNK = 1 << 18, 1 << 21
 
 # Declared to write to its operands, so that compilers do not move it.
-# ``inputs``: for each gradient, the position of its parameter among the arguments.
-torch.library.define("fxpar::hand_over", "(Tensor(a!)[] gradients, int[] inputs) -> ()")
+# For each gradient, ``inputs`` has the position of its parameter among the arguments,
+# ``holders`` how many tensors of the graph share its memory; 0: others may read it.
+torch.library.define(
+    "fxpar::hand_over",
+    "(Tensor(a!)[] gradients, int[] inputs, int[] holders) -> ()",
+)
 
 
 @torch.library.register_fake("fxpar::hand_over")
-def _(gradients, inputs):
+def _(gradients, inputs, holders):
     return None
 
 
@@ -44,6 +50,7 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
     gradient_at = {
         _ready_at(x): x for x, position in input_of.items() if position is not None
     }
+    holders = {gradient: _holders(gradient) for gradient in gradient_at.values()}
     chunk: list[fx.Node] = []
     size, limit = 0, FIRST
     places = [node for node in graph.nodes if node in gradient_at]
@@ -54,9 +61,8 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
             continue
         with graph.inserting_after(node):
             positions = [input_of[gradient] for gradient in chunk]
-            call = graph.call_function(
-                torch.ops.fxpar.hand_over.default, (list(chunk), positions)
-            )
+            args = list(chunk), positions, [holders[gradient] for gradient in chunk]
+            call = graph.call_function(torch.ops.fxpar.hand_over.default, args)
             call.meta["val"] = None
         chunk, size, limit = [], 0, CHUNK
 
@@ -68,12 +74,26 @@ def _ready_at(gradient: fx.Node) -> fx.Node:
     return next(waits, gradient)
 
 
+def _holders(gradient: fx.Node) -> int:
+    """Return how many values share the memory of a gradient, itself and those that it
+    is a view of; 0 if something else than the graph's results reads one of them."""
+    count, node, reader = 1, gradient, gradient.graph.output_node()
+    while set(node.users) <= {reader}:
+        if not _is_view(node):
+            return count
+        count, node, reader = count + 1, node.all_input_nodes[0], node
+    return 0
+
+
 def _is_computed_here(node: fx.Node) -> bool:
     """Return whether a value is neither an input of the graph nor a view of one, which
     an op that is declared to write would write to."""
-    while node.op == "call_function":
-        is_view = getattr(node.target, "is_view", node.target is operator.getitem)
-        if not is_view or not node.all_input_nodes:
-            return True
+    while _is_view(node):
         node = node.all_input_nodes[0]
-    return False
+    return node.op == "call_function"
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    return getattr(node.target, "is_view", node.target is operator.getitem)

@@ -857,10 +857,16 @@ class _Handing:
     # Positions of arguments whose gradient was taken.
     positions_handed: set[int] = field(default_factory=set)
 
-    def take(self, gradients: Sequence[torch.Tensor], inputs: Sequence[int]) -> None:
-        """Take the gradients that autograd would only accumulate."""
+    def take(
+        self,
+        gradients: Sequence[torch.Tensor],
+        inputs: Sequence[int],
+        holders: Sequence[int],
+    ) -> None:
+        """Take the gradients that autograd would only accumulate, and free their memory
+        if no more than ``holders`` tensors share it."""
         backward, watched = None, []
-        for gradient, position in zip(gradients, inputs, strict=True):
+        for gradient, position, most in zip(gradients, inputs, holders, strict=True):
             leaf = _torch.aot.accumulating(self.nodes.get(position))
             if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
                 continue
@@ -873,8 +879,14 @@ class _Handing:
             if backward.hand(each, gradient):
                 self.positions_handed.add(position)
                 watched.append(each)
+                if _torch.objects.memory_uses(gradient) < most + _ONE_USE:
+                    gradient.untyped_storage().resize_(0)
         if backward is not None:
             backward.handed(watched)
+
+
+# The ``memory_uses`` of memory that one tensor uses.
+_ONE_USE = _torch.objects.memory_uses(torch.empty(0))
 
 
 class _Now(threading.local):
@@ -885,10 +897,10 @@ _NOW = _Now()
 
 
 @torch.library.impl("fxpar::hand_over", "CompositeExplicitAutograd")
-def _take(gradients: list[torch.Tensor], inputs: list[int]) -> None:
+def _take(gradients: list[torch.Tensor], inputs: list[int], holders: list[int]) -> None:
     if _NOW.handing is not None:
         with torch.no_grad():
-            _NOW.handing.take(gradients, inputs)
+            _NOW.handing.take(gradients, inputs, holders)
 
 
 # Autograd functions of compiled graphs that hand gradients over.
