@@ -31,8 +31,12 @@ from fxpar.features.at_rest.dtensor_ops import (
     part_held,
     serve_parts,
 )
-from fxpar.features.at_rest.homes import AT_REST, Home, ParameterAtRest
-from fxpar.features.at_rest.sharded_modules import adopt
+from fxpar.features.at_rest.sharded_modules import (
+    AT_REST,
+    Home,
+    ParameterAtRest,
+    adopt,
+)
 from fxpar.features.at_rest.used_layouts import (
     ParameterLayout,
     Uses,

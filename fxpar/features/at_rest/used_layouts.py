@@ -33,7 +33,7 @@ from fxpar.errors import HintError, MeshError, RankMismatchError
 from fxpar.features.at_rest.crossings import layout_of, part_of
 from fxpar.features.at_rest.dtensor_ops import gathered
 from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
-from fxpar.features.at_rest.homes import (
+from fxpar.features.at_rest.sharded_modules import (
     AT_REST,
     Home,
     live_homes,

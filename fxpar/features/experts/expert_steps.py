@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from fxpar.features.experts import (
-    exact_exchange,
     local_experts,
     normalize_fused_experts,
+    sorted_rows,
 )
-from fxpar.features.experts import keep_sorted as sorting
 from fxpar.features.experts.expert_axes import SORTS, products_by
 from fxpar.features.experts.expert_ops import room_of
 from fxpar.features.experts.group_rows import DispatchedRows, GroupCopies
@@ -41,8 +40,8 @@ _MEAN = torch.ops.fxpar.mean_over_ranks.default
 
 split_fused_experts = of_build(normalize_fused_experts.split_fused_experts)
 sort_by_expert = of_build(local_experts.sort_by_expert)
-keep_sorted = of_build(sorting.keep_sorted)
-exact_exchanges = of_build(exact_exchange.exact_exchanges)
+keep_sorted = of_build(sorted_rows.keep_sorted)
+exact_exchanges = of_build(sorted_rows.exact_exchanges)
 
 
 def experts_in_place(graph: fx.Graph, state: JointState) -> None:

@@ -6,7 +6,7 @@ queries and keys are numbered by global index, so that the functions see the sam
 numbers as on one device. A block mask is split along queries and keys in whole blocks:
 each rank has the lists of its own blocks of queries, and keeps in them the blocks of
 its own keys; the lists by block of keys, which a backward reads, keep its own queries.
-A ring cuts calls in the same way (``flex_ring``).
+A ring cuts calls in the same way (``overlap_attention``).
 
 Where keys are split a forward also gives each query's log-sum-exp (-inf: no weight), by
 which the ranks' outputs are merged (``merge_attention``). The op's own log-sum-exp is

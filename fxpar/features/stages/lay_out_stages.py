@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.stages.microbatches import demand
-from fxpar.features.stages.stage_kinds import (
+from fxpar.features.stages.assign_stages import (
     BACKWARD,
     EVERYWHERE,
     StageHome,
+    followed,
     home_of,
 )
+from fxpar.features.stages.microbatches import demand
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph import pipeline_ops as messages
 from fxpar.graph.builder import PART, PLACE, STAGE, Builder
@@ -139,25 +140,18 @@ def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
 def _bases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes with homes that a node is computed from; itself if it has
     one."""
-    out, stack = [], [node]
-    while stack:
-        top = stack.pop()
-        if home_of(top) is not None:
-            out.append(top)
-        else:
-            stack += top.all_input_nodes
-    return out
+    if home_of(node) is not None:
+        return [node]
+    return followed(node, lambda x: x.all_input_nodes, lambda x: home_of(x) is None)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the readers of a node, through nodes that have no home."""
-    out, stack = list[fx.Node](), [node]
-    while stack:
-        for user in stack.pop().users:
-            (stack if home_of(user) is None and user.op != "output" else out).append(
-                user
-            )
-    return out
+
+    def has_no_home(x: fx.Node) -> bool:
+        return home_of(x) is None and x.op != "output"
+
+    return followed(node, lambda x: x.users, has_no_home)
 
 
 def _is_before(node: fx.Node, home: StageHome | None) -> bool:

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.features.stages.assign_stages import viewed_value
 from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
-from fxpar.features.stages.stage_kinds import viewed_value
 from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of

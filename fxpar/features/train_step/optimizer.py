@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,37 +131,31 @@ def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
     """Make the state that the first step would make, where torch's own optimizers say
     how, for the parameters ``trained``. Others make theirs while they are traced, and
     are traced once more when it is there."""
-    if isinstance(optimizer, torch.optim.SGD):
-        _prepare_sgd(optimizer, trained)
-        return
-    init = getattr(type(optimizer), "_init_group", None)
-    if init is None or not str(init.__module__).startswith("torch.optim."):
-        return
     ids = {id(p) for p in trained}
-    lists = len(inspect.signature(init).parameters) - 2  # without self and the group
+    init: Any = getattr(type(optimizer), "_init_group", None)
+    of_torch = init is not None and str(init.__module__).startswith("torch.optim.")
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in ids or optimizer.state.get(p):
-                continue
-            before, p.grad = p.grad, torch.zeros_like(p)
-            try:
-                init(optimizer, {**group, "params": [p]}, *([] for _ in range(lists)))
-            finally:
-                p.grad = before
+        for p in (p for p in group["params"] if id(p) in ids):
+            if isinstance(optimizer, torch.optim.SGD):
+                _prepare_sgd(optimizer, group, p)
+            elif of_torch and not optimizer.state.get(p):
+                lists = len(inspect.signature(init).parameters) - 2  # self, the group
+                before, p.grad = p.grad, torch.zeros_like(p)
+                try:
+                    own = {**group, "params": [p]}
+                    init(optimizer, own, *([] for _ in range(lists)))
+                finally:
+                    p.grad = before
 
 
-def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
+def _prepare_sgd(optimizer: torch.optim.SGD, group: dict[str, Any], p: Any) -> None:
     """Make a momentum of zero, with which a step gives what the first one gives; with
     dampening it would not, and none is made."""
-    ids = {id(p) for p in trained}
-    for group in optimizer.param_groups:
-        if not is_number(group["momentum"]) or not group["momentum"]:
-            continue
-        for p in group["params"]:
-            if id(p) in ids and not group["dampening"]:
-                state = optimizer.state[p]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p)
+    momentum = is_number(group["momentum"]) and group["momentum"]
+    if momentum and not group["dampening"]:
+        state = optimizer.state[p]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(p)
 
 
 def stand_in(
@@ -178,43 +173,26 @@ def stand_in(
     hooks: OrderedDict[int, Any] = OrderedDict()
     _torch.objects.share_step_hooks(double, hooks)
     double.state, double.param_groups = defaultdict(dict), []
-    stand_ins, position = {}, 0
-    for i, group in enumerate(optimizer.param_groups):
-        mine = []
-        for p in group["params"]:
-            fake = parameters[position]
-            if fake is not None:
-                mine.append(fake)
-                stand_ins[position] = fake
-                if optimizer.state.get(p):
-                    double.state[fake] = _replaced(
-                        optimizer.state[p], "state", position, values
-                    )
-            position += 1
-        copy = _replaced(group, "group", i, values)
-        copy |= {key: False for key in _MANNERS if key in group}
+    stand_ins = dict[int, torch.Tensor]()
+    remaining = iter(enumerate(zip(parameters, parameters_of(optimizer), strict=True)))
+    for group in optimizer.param_groups:
+        own = dict(itertools.islice(remaining, len(group["params"])))
+        mine = {i: fake for i, (fake, _) in own.items() if fake is not None}
+        stand_ins |= mine
+        for i, fake in mine.items():
+            if optimizer.state.get(own[i][1]):
+                double.state[fake] = _copied(optimizer.state[own[i][1]])
+        copied = _copied(group) | {"params": list(mine.values())}
+        copied |= {key: False for key in _MANNERS if key in group}
         if isinstance(optimizer, _BRANCHING):
-            copy["capturable"] = True
-        double.param_groups.append(copy | {"params": mine})
+            copied["capturable"] = True
+        double.param_groups.append(copied)
+    places = {position: i for i, position in enumerate(stand_ins)}
+    for slot, value in values.items():
+        if slot.place == "state":
+            slot = replace(slot, index=places[slot.index])
+        write(double, slot, value)
     return double, stand_ins
-
-
-def _replaced(
-    entries: Mapping[str, Any],
-    place: str,
-    index: int,
-    values: Mapping[Slot, torch.Tensor],
-) -> dict[str, Any]:
-    """Return entries of a group or of state with traced values in place of its own."""
-    out: dict[str, Any] = {}
-    for key, value in entries.items():
-        if isinstance(value, (tuple, list)) and key != "params":
-            places = (Slot(place, index, key, item) for item in range(len(value)))
-            pairs = zip(places, value, strict=True)
-            out[key] = type(value)(values.get(slot, x) for slot, x in pairs)
-        else:
-            out[key] = values.get(Slot(place, index, key), value)
-    return out
 
 
 def refuse_changes(

@@ -51,7 +51,6 @@ from fxpar.features.train_step.trace import (
     TracedStep,
     as_tensor,
     loss_of,
-    trace,
 )
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -355,8 +354,8 @@ class _Stage:
             if self._is_input(slot, x)
             and (slot.place == "group" or slot.index in places)
         }
-        owner = self.owner
-        return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
+        optimizer = self.owner.optimizer
+        return TracedStep(self.forward, self.examples, optimizer, places, numbers, how)
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
         """Warn that numbers are constants of the compiled step."""

@@ -98,6 +98,13 @@ class Nested(Scaled):
         return inside["m"].add_(1)
 
 
+class CountInsideOfState(Scaled):
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
+        notes = self.state[p].setdefault("notes", {"done": 0})
+        notes["done"] += 1
+        return notes["done"]
+
+
 class FlagOfState(Scaled):
     def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
         self.state[p]["odd"] = not self.state[p].get("odd", False)
@@ -137,6 +144,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         (OfNoParameter, "keeps state that belongs to no parameter, 'done'"),
         (History, "makes 'history', of several values, longer"),
         (Nested, "keeps tensors inside of 'inside' of its state"),
+        (CountInsideOfState, "changes what is inside of 'notes'"),
     ],
 )
 def test_values_that_no_graph_gives(make: Callable[..., Any], says: str) -> None:
