@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.features.at_rest.crossings import layout_of
+from fxpar.features.at_rest.crossings import dtensor_of, layout_of
 from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.ranks import mean_gradients as reduce
 from fxpar.runtime.ranks.groups import HOME, OnMesh
@@ -334,11 +334,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         part = torch.ops.fxpar.to_local(gradient, *ctx.how)
-        shape, stride = ctx.like
-        gradient = DTensor.from_local(
-            part, *ctx.layout, run_check=False, shape=shape, stride=stride
-        )
-        return gradient, *[None] * 7
+        return dtensor_of(part, *ctx.layout, *ctx.like), *[None] * 7
 
 
 @torch.compiler.allow_in_graph

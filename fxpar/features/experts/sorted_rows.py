@@ -20,6 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -284,8 +285,6 @@ class _Exchange:
     axes: tuple[str, ...]
     # How many rows a rank has.
     count: int
-    # The four results of ``fxpar::exact_places``.
-    _places: list[fx.Node] = field(default_factory=list)
     # The order of received rows -> where in that order each of them is.
     _in_order: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -293,22 +292,20 @@ class _Exchange:
     def group(self) -> str:
         return group_name(self.build.mesh, self.axes)
 
+    @cached_property
     def places(self) -> list[fx.Node]:
         """Return the four results of ``fxpar::exact_places``: rows, how many are sent,
         how many are received, slots."""
-        if not self._places:
-            call = self.build.call
-            with self.build.before(self.ids.next):
-                args = self.slot_rows, self.ids, self.count
-                result = call(ours.exact_places.default, *args)
-                self._places = [call(operator.getitem, result, i) for i in range(4)]
-        return self._places
+        call, args = self.build.call, (self.slot_rows, self.ids, self.count)
+        with self.build.before(self.ids.next):
+            result = call(ours.exact_places.default, *args)
+            return [call(operator.getitem, result, i) for i in range(4)]
 
     def in_order(self, place: fx.Node) -> fx.Node:
         """Return where each received row is in an order in which slot i is at
         ``place[i]``."""
         if place not in self._in_order:
-            slots = self.places()[3]
+            slots = self.places[3]
             with self.build.before(max(place, slots).next):
                 call = self.build.call
                 self._in_order[place] = call(aten.index.Tensor, place, [slots])
@@ -328,10 +325,10 @@ class _Exchange:
                     if place is not None and user.args[0] is rows:
                         self._send(user, x, copies, self.in_order(place))
                 if rows.users:
-                    self._send(rows, x, copies, self.places()[3])
+                    self._send(rows, x, copies, self.places[3])
 
     def _send(self, node: fx.Node, x: Any, copies: Any, places: fx.Node) -> None:
-        rows, sent, got, _ = self.places()
+        rows, sent, got, _ = self.places
         with self.build.before(node):
             args = x, rows, places, sent, got, copies, self.group
             self.build.replace(node, self.build.call(SEND, *args))
@@ -344,7 +341,7 @@ class _Exchange:
         y = _rows_of(step.args[0])
         if y is None:
             return
-        rows, sent, got, places = self.places()
+        rows, sent, got, places = self.places
         place = y.args[1][0] if y.target is aten.index.Tensor else None
         if place is not None and sorted_order(place) is not None:
             y, places = y.args[0], self.in_order(place)

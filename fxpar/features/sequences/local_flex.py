@@ -89,16 +89,14 @@ def _merged(call: LocalCall, node: fx.Node, axes: Axes) -> tuple[fx.Node, ...]:
     """Return this rank's summand of the output over all keys, the log-sum-exp over all
     keys, and the largest score, from an attention to its own keys (``node``)."""
     build = call.build
-    out, logs, most = (build.call(operator.getitem, node, i) for i in range(3))
+    out, logs, most = merge_attention.items(build, node)
     lse = natural(build, logs, out)
-    dtype = out.meta["val"].dtype
-    merged = merge_attention.of_ranks(build, out, lse, axes)
-    out, total = merged.result(build)
-    total = to_base_2(build, total, merged.shift)
+    out, total, shift = merge_attention.of_ranks(build, out, lse, axes)
+    total = to_base_2(build, total, shift)
     if any(user.args[1] == 2 and user.users for user in call.node.users):
         most = merge_attention.gathered(build, most, axes)
         most = build.call(aten.amax.default, most, [0])
-    return build.cast(out, dtype), total, most
+    return out, total, most
 
 
 def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:

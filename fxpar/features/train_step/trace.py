@@ -195,6 +195,8 @@ class TracedStep:
         """
         self.forward, self.optimizer, self.places = forward, optimizer, places
         self.numbers, self.how, self.args = numbers, how, len(args)
+        # The compiled step, called with this rank's parts of its inputs.
+        self.run: Any = None
         self.count = 0  # results of the forward; the first is the loss
         # Slots that the step gives new values.
         self.result_slots: list[Slot] = []

@@ -428,13 +428,11 @@ def _index_dim(node: fx.Node) -> int | None:
 
 def _scatter_dim(node: fx.Node) -> int | None:
     """Return the dim of the ``slice_scatter`` among a node's operands, if any."""
-    if not any(
-        isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
-        for x in node.args
-    ):
-        return None
-    first = next(x for x in node.args if x.target is aten.slice_scatter.default)
-    return argument(first, 2, 0)
+    for x in node.args:
+        if isinstance(x, fx.Node) and x.target is aten.slice_scatter.default:
+            dim: int = argument(x, 2, 0)
+            return dim
+    return None
 
 
 def _cut_dim(node: fx.Node) -> int | None:
