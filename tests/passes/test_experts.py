@@ -716,7 +716,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.features.experts.group_rows import GroupCopies
+    from fxpar.features.experts.normalize_experts import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

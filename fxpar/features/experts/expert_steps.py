@@ -19,8 +19,11 @@ from fxpar.features.experts import (
 )
 from fxpar.features.experts.expert_axes import SORTS, products_by
 from fxpar.features.experts.expert_ops import room_of
-from fxpar.features.experts.group_rows import DispatchedRows, GroupCopies
-from fxpar.features.experts.normalize_experts import Mixture
+from fxpar.features.experts.normalize_experts import (
+    DispatchedRows,
+    GroupCopies,
+    Mixture,
+)
 from fxpar.graph.builder import shape_of
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.passes.row_wise import row_result

@@ -269,16 +269,15 @@ def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
         return None
     if node.target is operator.getitem and op_facts_of(node.args[0].target).splits:
         split, i = node.args
-        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        x, dim = split.args[0], (*split.args[2:], split.kwargs.get("dim", 0))[0]
         before = [int(split.meta["val"][j].shape[dim]) for j in range(i)]
-        size = int(node.meta["val"].shape[dim])
-        return split.args[0], dim, sum(before), size
-    if node.target is aten.slice.Tensor:
-        x, dim, start, *_ = (*node.args, 0, 0)[:3] if len(node.args) < 3 else node.args
-        if len(node.args) > 4 and node.args[4] != 1:
-            return None
-        return x, dim, start or 0, int(node.meta["val"].shape[dim])
-    return None
+        start = sum(before)
+    elif node.target is aten.slice.Tensor and node.args[4:] in ((), (1,)):
+        x, dim, start = (*node.args, 0, 0)[:3]
+    else:
+        return None
+    size = int(node.meta["val"].shape[dim])
+    return x, dim % x.meta["val"].dim(), start or 0, size
 
 
 def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
@@ -286,18 +285,14 @@ def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     order, the equal pieces that a value is cut into along the first."""
     if node.target is not aten.cat.default:
         return None
-    parts = [_piece(part) for part in node.args[0]]
-    target = node.args[1] if len(node.args) > 1 else 0
-    if any(part is None for part in parts):
+    pieces = [_piece(part) for part in node.args[0]]
+    x, dim, _, size = pieces[0] or (None, 0, 0, 0)
+    if x is None or not size:
         return None
-    entries: Sequence[Any] = parts
-    x, dim, _, size = entries[0]
-    whole = int(x.meta["val"].shape[dim])
-    same = all((p[0], p[1], p[3]) == (x, dim, size) for p in entries)
-    starts = [p[2] for p in entries]
-    if not same or starts != list(range(0, whole, size)) or target == dim:
-        return None
-    return x, dim, target % x.meta["val"].dim()
+    shape = x.meta["val"].shape
+    target = (*node.args, 0)[1] % len(shape)
+    every = [(x, dim, start, size) for start in range(0, int(shape[dim]), size)]
+    return (x, dim, target) if pieces == every and target != dim else None
 
 
 def show_bodies(graph: fx.Graph, state: JointState) -> None:

@@ -48,9 +48,10 @@ def over_parts(x: Any, kind: str, *settings: Any) -> NoReturn:
 # Kind -> the step that it is on one part. Those that make more rows gather all ranks'
 # rows, along one dim, or with another dim split; the others give this rank's rows of
 # the reduction of all, or with another dim gathered.
-_MORE = {"gather_rows": steps.all_gather, "exchange_rows": steps.all_to_all}
-_FEWER = {"scatter_rows": steps.reduce_scatter, "return_rows": steps.all_to_all}
-STEP_OF: dict[str, Callable[..., Any]] = _MORE | _FEWER
+Steps = dict[str, Callable[..., Any]]
+_MORE: Steps = {"gather_rows": steps.all_gather, "exchange_rows": steps.all_to_all}
+_FEWER: Steps = {"scatter_rows": steps.reduce_scatter, "return_rows": steps.all_to_all}
+STEP_OF = _MORE | _FEWER
 
 
 def _resized_words(x: torch.Tensor, *settings: Any) -> tuple[list[Word], list[Word]]:

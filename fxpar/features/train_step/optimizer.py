@@ -199,26 +199,27 @@ def refuse_changes(
     optimizer: torch.optim.Optimizer,
     double: torch.optim.Optimizer,
     stand_ins: Mapping[int, torch.Tensor],
+    before: Mapping[Slot, str],
 ) -> None:
     """Raise PlanError for what a step did to state and groups that no graph gives:
-    another number of values, values of no parameter, plain values inside of others."""
+    another number of values, values of no parameter, plain values inside of others.
+    ``before``: the texts, before the step, of values that are no tensors, numbers or
+    flags."""
     traced_ids = {id(x) for x in stand_ins.values()}
     for p in double.state:
         if id(p) not in traced_ids:
             name = repr(p) if isinstance(p, str) else "of another tensor"
             raise unseen(optimizer, f"keeps state that belongs to no parameter, {name}")
-    before, after = dict(slots(optimizer)), slots_of(double, stand_ins)
-    for slot, x in before.items():
+    plain, after = dict(slots(optimizer)), slots_of(double, stand_ins)
+    for slot in plain:
         traced = slot.place == "group" or slot.index in stand_ins
         if traced and slot not in after:
             raise unseen(optimizer, f"takes {slot.key!r} away")
-        if traced and not (is_number(x) or is_flag(x)):
-            is_tensor = isinstance(x, torch.Tensor)
-            if not is_tensor and text_of(x) != text_of(after[slot]):
-                raise unseen(optimizer, f"changes what is inside of {slot.key!r}")
+        if traced and slot in before and before[slot] != text_of(after[slot]):
+            raise unseen(optimizer, f"changes what is inside of {slot.key!r}")
     for slot, x in after.items():
         refuse_inside(optimizer, slot.key, x)
-        if slot not in before and slot.item is not None:
+        if slot not in plain and slot.item is not None:
             raise unseen(optimizer, f"makes {slot.key!r}, of several values, longer")
 
 
@@ -383,7 +384,7 @@ def _is_in_place(name: str) -> bool:
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def is_flag(x: Any) -> bool:
@@ -447,7 +448,7 @@ def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
 
 def text_of(value: Any) -> str:
     """Return the text of a plain value, or of plain values in containers; for anything
-    else the name of its class."""
+    else the name of its class, and the plain values among its attributes."""
     if isinstance(value, Mapping):
         pairs = (f"{text_of(k)}: {text_of(x)}" for k, x in value.items())
         return f"{{{', '.join(pairs)}}}"
@@ -455,7 +456,10 @@ def text_of(value: Any) -> str:
         return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, _CONTAINERS):
         return f"[{', '.join(map(text_of, value))}]"
-    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    own = {k: x for k, x in getattr(value, "__dict__", {}).items() if type(x) in _PLAIN}
+    return type(value).__name__ + (text_of(own) if own else "")
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

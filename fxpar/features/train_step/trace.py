@@ -40,6 +40,7 @@ from fxpar.features.train_step.optimizer import (
     slots_of,
     stand_in,
     step_of,
+    text_of,
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.graph.builder import keep_meta
@@ -291,6 +292,13 @@ class TracedStep:
             if slot not in numbers and x is not inputs[slot]
         }
         mode, clip = Numbers(by_id, narrow), self.how.options.clip
+        # Before the step, as an object that both optimizers have is written to once.
+        before, plain = attributes(optimizer), dict(slots(optimizer))
+        texts = {
+            slot: text_of(x)
+            for slot, x in plain.items()
+            if not (isinstance(x, torch.Tensor) or is_number(x) or is_flag(x))
+        }
         with torch.no_grad(), _torch.aot.as_compiling():
             if clip is not None:
                 trained = [forward_args[i] for i in self.forward.trained]
@@ -300,16 +308,15 @@ class TracedStep:
                     step_of(optimizer)(double)
             except Exception as error:
                 raise _untraceable(optimizer, error) from error
-            if attributes(double) != attributes(optimizer):
-                raise _counts(optimizer, double)
+            if attributes(double) != before:
+                raise _counts(optimizer, before, attributes(double))
             self.answers = mode.answers
-            plain = dict(slots(optimizer))
             self.counted |= {
                 slot
                 for slot, x in slots(double)
                 if slot.place == "group" and is_number(x) and plain.get(slot) != x
             }
-            refuse_changes(optimizer, double, stand_ins)
+            refuse_changes(optimizer, double, stand_ins, texts)
             return self._results(slots_of(double, stand_ins), inputs, values | flags)
 
     def _as_read(
@@ -460,10 +467,11 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
 
 
 def _counts(
-    optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
 ) -> PlanError:
     """Return the error for an optimizer whose step changes one of its attributes."""
-    before, after = attributes(optimizer), attributes(double)
     changed = [key for key in after if after[key] != before.get(key, after)]
     return PlanError(
         f"the step of {type(optimizer).__name__} changes its attribute {changed[0]!r}, "
