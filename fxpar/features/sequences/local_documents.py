@@ -213,11 +213,11 @@ def _own_documents(
         seen_keys = build.call(aten.cummax.default, seen_keys, 0)
         seen_keys = build.call(operator.getitem, seen_keys, 0)
         seen_keys = build.cast(seen_keys, keys.meta["val"].dtype)
-    followed = {
-        name: _followed(build, arguments[name], dim, reach)
-        for name, dim in _BY_QUERY.items()
-        if reach and name in arguments
-    }
+    followed = dict[str, fx.Node]()
+    for name, dim in _BY_QUERY.items() if reach else ():
+        if (x := arguments.get(name)) is not None:  # followed by rows of zeros
+            amounts = [reach * (d == dim) for d in range(x.meta["val"].dim())]
+            followed[name] = build.pad(x, amounts)
     return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
 
 
@@ -228,12 +228,6 @@ _BY_QUERY = {"query": 0, "grad_out": 0, "out": 0, "lse": 1}
 def _reach(arguments: dict[str, Any]) -> int:
     """Return how many keys a query sees after its own place."""
     return max(0, (arguments["window_size"] or (-1, -1))[1])
-
-
-def _followed(build: Builder, x: fx.Node, dim: int, rows: int) -> fx.Node:
-    """Return ``x`` followed by this many rows of zeros."""
-    amounts = [rows if d == dim else 0 for d in range(x.meta["val"].dim())]
-    return build.pad(x, amounts)
 
 
 def _cut(call: LocalCall, x: fx.Node, dim: int, rows: Size) -> fx.Node:

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fxpar.features.stages.assign_stages import (
+    ALL,
     BACKWARD,
     EVERYWHERE,
     StageHome,
@@ -73,18 +74,13 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
         n for n in nodes if n.op == "placeholder"
     )
     staged = _derived_from_stages(nodes)
-    demand((n for n in nodes if _is_everywhere(n) and n not in staged), order)
+    demand((n for n in nodes if home_of(n) == ALL and n not in staged), order)
     for action in actions:
         demand(groups[action], order)
         _append_shared(groups[action], order)
     demand((n for n in nodes if home_of(n) is not None), order)
     demand(nodes, order)
     return list(order)
-
-
-def _is_everywhere(node: fx.Node) -> bool:
-    home = home_of(node)
-    return home is not None and home.phase == EVERYWHERE
 
 
 def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
