@@ -564,7 +564,7 @@ def test_rows_in_another_order_than_they_came_in_are_noticed(
 
     def once(self: Any, place: fx.Node) -> fx.Node:
         calls.append(place)
-        return in_order(self, place) if len(calls) == 1 else self.places()[3]
+        return in_order(self, place) if len(calls) == 1 else self.places[3]
 
     monkeypatch.setattr(sorted_rows._Exchange, "in_order", once)
     plan = exchanged(mixture, args, "ep=2", **EXACT)
