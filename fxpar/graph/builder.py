@@ -41,7 +41,7 @@ _NEUTRAL: dict[Any, int] = {
 }
 
 # Keys of ``meta`` in a program in stages: the stage of a node
-# (``stage_kinds.StageHome``), the place where it runs (``lay_out_stages``), and its
+# (``assign_stages.StageHome``), the place where it runs (``lay_out_stages``), and its
 # part of the batch (``microbatches``).
 STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", inductor.PART
 

@@ -18,9 +18,9 @@ from torch import fx
 import fxpar
 from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
 from fxpar.features.experts import (
-    exact_exchange,
     expert_ops,
     local_experts,
+    sorted_rows,
 )
 from fxpar.features.stages import rows_of_parts
 from fxpar.fusion import node_legality
@@ -559,14 +559,14 @@ def test_rows_in_another_order_than_they_came_in_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If what sorts rows by expert were left out on their way back."""
-    args, in_order = arguments(), exact_exchange._Exchange.in_order
+    args, in_order = arguments(), sorted_rows._Exchange.in_order
     calls = []
 
     def once(self: Any, place: fx.Node) -> fx.Node:
         calls.append(place)
-        return in_order(self, place) if len(calls) == 1 else self.places()[3]
+        return in_order(self, place) if len(calls) == 1 else self.places[3]
 
-    monkeypatch.setattr(exact_exchange._Exchange, "in_order", once)
+    monkeypatch.setattr(sorted_rows._Exchange, "in_order", once)
     plan = exchanged(mixture, args, "ep=2", **EXACT)
     with pytest.raises(AssertionError, match="not close"):
         compare(plan, args, torch.nn.functional.silu)
@@ -716,7 +716,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.features.experts.group_rows import GroupCopies
+    from fxpar.features.experts.normalize_experts import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

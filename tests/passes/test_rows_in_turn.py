@@ -16,7 +16,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 
 import fxpar
 from fxpar.errors import FxparWarning
-from fxpar.features.uneven import rows_in_turn
+from fxpar.features.uneven import uneven_steps
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -253,9 +253,9 @@ def test_what_looks_like_it_stays(name: str) -> None:
 def test_a_row_that_was_no_padding_is_missed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = rows_in_turn._is_end_pad
+    real = uneven_steps._is_end_pad
     monkeypatch.setattr(
-        rows_in_turn,
+        uneven_steps,
         "_is_end_pad",
         lambda node, dim, rows: rows > 0 or real(node, dim, rows),
     )
@@ -265,9 +265,9 @@ def test_a_row_that_was_no_padding_is_missed(
 
 
 def test_rows_of_the_wrong_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = rows_in_turn._every
+    real = uneven_steps._every
     monkeypatch.setattr(
-        rows_in_turn,
+        uneven_steps,
         "_every",
         lambda x, turns, first, *rest: real(x, turns, turns.parts - 1 - first, *rest),
     )

@@ -29,7 +29,7 @@ FORMS = {
     "_fast/known_values.py",  # views that lie where their operand does
     "_torch/decompositions.py",  # ops by others that keep dims apart
     "_torch/dtensor.py",  # calls of DTensors that are handled otherwise
-    "features/uneven/row_places.py",  # how rows of a node are read
+    "features/uneven/normalize_shifts.py",  # how rows of a node are read
     "features/experts/normalize_experts.py",  # calls that put rows in order, and back
     "passes/normalize/body_seeds.py",  # how ops draw by index
     "passes/local/own_shard.py",  # how ops take an offset that is known when they run

@@ -92,14 +92,16 @@ def layout_of(x: DTensor) -> tuple[Mesh, Spec]:
 
 def with_part(x: DTensor, part: torch.Tensor) -> DTensor:
     """Return a DTensor of the layout of ``x`` of which ``part`` is this rank's part."""
-    return DTensor.from_local(
-        part,
-        x.device_mesh,
-        x.placements,
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
+    return dtensor_of(part, x.device_mesh, x.placements, x.shape, x.stride())
+
+
+def dtensor_of(
+    part: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: Any
+) -> DTensor:
+    """Return the DTensor of this shape and stride of which ``part`` is this rank's
+    part."""
+    how = {"run_check": False, "shape": shape, "stride": stride}
+    return DTensor.from_local(part, mesh, placements, **how)
 
 
 def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -213,6 +213,8 @@ def norm(
 ) -> Any:
     """Return ``torch.linalg.vector_norm`` of a DTensor, partial over no axis."""
     x = x if dtype is None else x.to(dtype)
+    if x.dtype in (torch.float16, torch.bfloat16):  # squares would be 0, or infinite
+        return norm(x.float(), order, dims, keepdim, None).to(x.dtype)
     x = x.abs() if order != 2 or x.is_complex() else x
     over: Any = list(range(x.ndim)) if dims is None or dims == [] else dims
     if order == 0:

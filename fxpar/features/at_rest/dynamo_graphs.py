@@ -25,14 +25,14 @@ from fxpar._torch.traced_once import SegmentKind
 from fxpar.config import Options
 from fxpar.errors import PlanError
 from fxpar.features.at_rest.crossings import layout_of
-from fxpar.features.at_rest.homes import (
+from fxpar.features.at_rest.sharded_modules import (
     Home,
     home_of,
     note_read,
     refuse_writes,
+    to_global_unreduced,
     written_parameter,
 )
-from fxpar.features.at_rest.sharded_modules import to_global_unreduced
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.presence import user_line as running_line
 from fxpar.sharding.program import user_line

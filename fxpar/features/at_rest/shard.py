@@ -25,14 +25,18 @@ from fxpar import _torch
 from fxpar._torch.objects import live_optimizers, parameters_of
 from fxpar.config import PREFIX, Options
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.features.at_rest.crossings import part_of, with_part
+from fxpar.features.at_rest.crossings import dtensor_of, part_of, with_part
 from fxpar.features.at_rest.dtensor_ops import (
     draw_as_one_device,
     part_held,
     serve_parts,
 )
-from fxpar.features.at_rest.homes import AT_REST, Home, ParameterAtRest
-from fxpar.features.at_rest.sharded_modules import adopt
+from fxpar.features.at_rest.sharded_modules import (
+    AT_REST,
+    Home,
+    ParameterAtRest,
+    adopt,
+)
 from fxpar.features.at_rest.used_layouts import (
     ParameterLayout,
     Uses,
@@ -336,14 +340,12 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if device == "cpu":
         draw_as_one_device()
     shape = torch.Size(p.shape)
-    dtensor = DTensor.from_local(
-        part,
+    strides = torch.empty(shape, device="meta").stride()
+    mesh, placements = (
         device_mesh_of(ranks.mesh, device),
         spec.to_placements(ranks.mesh),
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
     )
+    dtensor = dtensor_of(part, mesh, placements, shape, strides)
     parameter = nn.Parameter(dtensor, requires_grad=p.requires_grad)
     parameter.__dict__.update(p.__dict__)
     return parameter

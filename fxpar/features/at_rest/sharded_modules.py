@@ -6,7 +6,13 @@ forward, and in what Dynamo traces, it is the global tensor, made by
 ``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
 ``state_dict``) it is the DTensor parameter itself. Its methods handle what a user does
 to the module: a parameter that is replaced, a module that is converted, copied or
-pickled. Never: a decision on a layout, which ``used_layouts`` makes.
+pickled. Never: a decision on a layout, which ``used_layouts`` makes; a value kept after
+the forward that read it.
+
+A ``Home`` on each adopted module and each of its parameters has what all sharded
+parameters of a model share, a ``ParameterAtRest`` on the module that holds a parameter
+what is its own. Reads of parameters by eager code are noted: writes to what it read are
+an error.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,20 +34,170 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fxpar import _torch
 from fxpar.errors import ShardError
-from fxpar.features.at_rest.crossings import layout_of
-from fxpar.features.at_rest.homes import (
-    AT_REST,
-    Home,
-    ParameterAtRest,
-    note_read,
-    refuse_writes,
-)
+from fxpar.features.at_rest.crossings import dtensor_of, layout_of
 from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.ranks import mean_gradients as reduce
-from fxpar.runtime.ranks.groups import HOME
+from fxpar.runtime.ranks.groups import HOME, OnMesh
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
+
+AT_REST = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
+_NUMBERS = itertools.count()
+_HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Home(OnMesh):
+    """Holds what all sharded parameters of one model share, read while it is traced.
+    ``HOME`` of adopted modules and their parameters."""
+
+    batch: tuple[str, ...]  # axes that the batch is split over
+    # As the option of this name; None if it is not set.
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: str = ""  # as the option of this name, as text; "" if it is not set
+    waiting: bool = False  # whether the code is inside ``no_sync``
+    unreduced: bool = False  # whether gradients of earlier steps wait to be reduced
+    # By id, weak references to the parameters that have a hook which reduces them.
+    hooked: dict[int, Any] = field(default_factory=dict)
+    # The last read of each parameter by eager code, until the forward ends: by the id
+    # of the parameter, or by the graph that it leaves and its place there.
+    reads: dict[Hashable, EagerRead] = field(default_factory=dict)
+    # The latest of them with its value, which the code may write to by ``.data``, and a
+    # copy.
+    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
+    # Names of parameters that the first graph to read them lays out as it uses them.
+    movable: set[str] = field(default_factory=set)
+    is_even: bool = True  # whether all shards of each parameter have equal shapes
+    # The adopted modules by id, as users' classes may have no hash.
+    modules: weakref.WeakValueDictionary[int, nn.Module] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    # The Homes of the model and of its copies, in order of creation.
+    copies: list[weakref.ref[Home]] = field(default_factory=list)
+    # The number by which graphs name it (``home_of``).
+    number: int = field(default_factory=_NUMBERS.__next__)
+
+    def __post_init__(self) -> None:
+        _HOMES[self.number] = self
+        self.copies.append(weakref.ref(self))
+
+    def __deepcopy__(self, _: Any) -> Home:
+        """Return a Home of its own for a copied model."""
+        return Home(
+            self.mesh,
+            self.batch,
+            self.param_dtype,
+            self.reduce_dtype,
+            movable=set(self.movable),
+            is_even=self.is_even,
+            copies=self.copies,
+            round=self.round,
+        )
+
+
+@dataclass(frozen=True)
+class EagerRead:
+    """Records that eager code read a parameter's global value, and may not write it."""
+
+    parameter: str  # "Class.name" of the parameter
+    line: str  # where the user's code read it
+    value: weakref.ref[torch.Tensor]  # the global value, while it is alive
+    memory: int  # the value's memory when it was read, as ``memory_of`` numbers it
+    # Shares the count of writes to the global value, and holds none of its memory.
+    counter: torch.Tensor
+    writes: int  # the count of writes when it was read
+
+    @staticmethod
+    def of(value: torch.Tensor, parameter: str, line: str) -> EagerRead:
+        """Return the record of a read of ``value`` in the user's ``line``."""
+        counter = value.detach()  # shares the count of writes
+        counter.data = value.new_empty(0)
+        writes, memory = _torch.objects.version_of(value), _memory(value)
+        return EagerRead(parameter, line, weakref.ref(value), memory, counter, writes)
+
+    def refuse_writes(self) -> None:
+        """Raise ShardError if the value was written to, in place or by ``.data = ``:
+        the changed value is lost."""
+        value = self.value()
+        moved = value is not None and _memory(value) != self.memory
+        if moved or _torch.objects.version_of(self.counter) != self.writes:
+            raise written_parameter(self.parameter, self.line)
+
+
+_memory = _torch.objects.memory_of
+
+
+def home_of(number: int) -> Home | None:
+    """Return the Home with this number, None if its model is gone."""
+    return _HOMES.get(number)
+
+
+def live_homes() -> list[Home]:
+    """Return the Homes of all live models."""
+    return list(_HOMES.values())
+
+
+@dataclass(frozen=True)
+class ParameterAtRest:
+    """Holds the layout of a parameter at rest, and the hint on its use in programs."""
+
+    shape: tuple[int, ...]  # shape of the global value
+    spec: str  # spec of the shards, as text
+    hint: str  # a hint as ``constrain`` takes it; "" if there is none
+    name: str  # first name of the parameter in its model
+
+
+def refuse_writes(home: Home, *, ends: bool = True) -> None:
+    """Raise ShardError if eager code wrote to a parameter that it read. ``ends``: the
+    forward ends, and the values that it read are gone."""
+    reads, latest = list(home.reads.values()), home.latest
+    if ends:
+        home.reads, home.latest = {}, None
+    for read in reads:
+        read.refuse_writes()
+    _refuse_changes(latest)
+
+
+def _refuse_changes(
+    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Raise ShardError if eager code wrote to the latest value that it read by its
+    ``.data``, which counts no writes."""
+    if latest is not None:
+        read, value, copy = latest
+        read.refuse_writes()
+        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (value, copy))
+        if not torch.equal(now, then):
+            raise written_parameter(read.parameter, read.line)
+
+
+def note_read(
+    home: Home, key: Hashable, value: torch.Tensor, parameter: str, line: str
+) -> None:
+    """Record that eager code reads the ``value`` of a parameter. Raises ShardError if
+    it wrote to the value that it read of this parameter before, or to the one that it
+    read last."""
+    latest, home.latest = home.latest, None
+    _refuse_changes(latest)
+    if key in home.reads:
+        home.reads.pop(key).refuse_writes()
+    read = home.reads[key] = EagerRead.of(value, parameter, line)
+    home.latest = read, value, value.detach().clone()
+
+
+def written_parameter(parameter: str, line: str | None) -> ShardError:
+    """Return the error for a parameter that the forward writes to."""
+    return ShardError(
+        f"the forward writes to a parameter of a model that fxpar.shard split, "
+        f"{parameter}",
+        where=line,
+        fix="write to it outside of the forward, or use fxpar.train_step; "
+        "nn.Embedding(max_norm=...) writes to its table",
+    )
+
+
+# Classes
 
 
 def adopt(
@@ -66,13 +224,9 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
         members |= _torch.dynamo.recurrent_members(cls)
     if root:
         members["forward"] = _casting(members.get("forward") or cls.forward)
-    members["register_parameter"] = guarded(cls)
-    members["_apply"] = converted(cls)
-    members["__deepcopy__"] = copied(cls)
-    members["__reduce_ex__"] = reduced(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, (_Sharded, cls), members)
 
 
 def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,11 +334,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         part = torch.ops.fxpar.to_local(gradient, *ctx.how)
-        shape, stride = ctx.like
-        gradient = DTensor.from_local(
-            part, *ctx.layout, run_check=False, shape=shape, stride=stride
-        )
-        return gradient, *[None] * 7
+        return dtensor_of(part, *ctx.layout, *ctx.like), *[None] * 7
 
 
 @torch.compiler.allow_in_graph
@@ -216,12 +366,14 @@ def _is_in_forward() -> bool:
 _CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})  # of nn.Module
 
 
-def guarded(cls: type) -> Callable[..., None]:
-    """Return a ``register_parameter`` that keeps a plain parameter from replacing a
-    sharded one: an optimizer and a checkpoint know the old one. Another sharded
-    parameter, as one of a layer it is tied to, is read in its own layout."""
+class _Sharded(nn.Module):
+    """Handles what a user does to a module whose parameters are sharded; the base of
+    its class, before its own class."""
 
-    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Keep a plain parameter from replacing a sharded one: an optimizer and a
+        checkpoint know the old one. Another sharded parameter, as one of a layer it is
+        tied to, is read in its own layout."""
         infos = self.__dict__.get(AT_REST, {})
         if name in infos and param is not None:
             home = self.__dict__[HOME]
@@ -232,7 +384,7 @@ def guarded(cls: type) -> Callable[..., None]:
                 is_part = same and not layout.partial
             if not is_part:
                 raise ShardError(
-                    f"parameter {name!r} of a {cls.__name__} is replaced after "
+                    f"parameter {name!r} of a {type(self).__name__} is replaced after "
                     "fxpar.shard",
                     where=user_line(),
                     fix="replace it before fxpar.shard; or copy values in, with "
@@ -244,42 +396,32 @@ def guarded(cls: type) -> Callable[..., None]:
             if self._parameters.get(name) is not param:
                 home.movable.discard(infos[name].name)
             setattr(param, HOME, home)
-        cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
+        super().register_parameter(name, param)
 
-    return register_parameter
-
-
-def converted(cls: type) -> Callable[..., nn.Module]:
-    """Return the ``_apply`` that ``to``, ``half`` and others call. torch replaces
-    parameters that are DTensors, but none to which compiled code has a weak reference;
-    the new ones keep the attributes of the old, as plain parameters do."""
-
-    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert, as ``to``, ``half`` and others ask. torch replaces parameters that
+        are DTensors, but none to which compiled code has a weak reference; the new ones
+        keep the attributes of the old, as plain parameters do."""
         own = _torch.objects.own_parameters(self)
         attributes_of = {name: {**vars(p)} for name, p in own.items() if p is not None}
         try:
-            result = cls._apply(self, *args, **kwargs)  # type: ignore[attr-defined]
-            for name, attributes in attributes_of.items():
-                vars(own[name]).update(attributes)
-            return cast(nn.Module, result)
+            result = super()._apply(*args, **kwargs)
         except RuntimeError as error:
             if "swap" not in str(error):
                 raise
             raise ShardError(
-                f"parameters of a {cls.__name__} that fxpar.shard split are converted "
-                "after a compiled call",
+                f"parameters of a {type(self).__name__} that fxpar.shard split are "
+                "converted after a compiled call",
                 where=user_line(),
                 fix="convert the model before its first call, best before fxpar.shard",
             ) from error
+        for name, attributes in attributes_of.items():
+            vars(own[name]).update(attributes)
+        return result
 
-    return _apply
-
-
-def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
-    """Return a ``__deepcopy__`` that leaves gradients out, as that of ``nn.Parameter``
-    does: of a DTensor torch (2.13) copies the gradient too, and fails."""
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Leave gradients out, as the copy of a ``nn.Parameter`` does: of a DTensor
+        torch (2.13) copies the gradient too, and fails."""
         for parameter in _torch.objects.own_parameters(self).values():
             if isinstance(parameter, DTensor) and id(parameter) not in memo:
                 gradient, parameter.grad = parameter.grad, None
@@ -287,9 +429,9 @@ def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
                     copy.deepcopy(parameter, memo)  # puts the copy into memo
                 finally:
                     parameter.grad = gradient
-        inherited = getattr(cls, "__deepcopy__", None)
+        inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
-            twin = cast(nn.Module, inherited(self, memo))
+            twin = inherited(memo)
         else:
             twin = memo[id(self)] = type(self).__new__(type(self))
             twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -297,17 +439,11 @@ def copied(cls: type) -> Callable[[nn.Module, dict[int, Any]], nn.Module]:
             home.modules[id(twin)] = twin
         return twin
 
-    return __deepcopy__
-
-
-def reduced(cls: Any) -> Callable[[nn.Module, Any], tuple[Any, ...]]:
-    """Return a ``__reduce_ex__`` by which a module can be copied, but not pickled."""
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        make, *rest = cls.__reduce_ex__(self, protocol)
-        return (_OnlyHere(make, cls.__name__), *rest)
-
-    return __reduce_ex__
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Let the module be copied, but not pickled."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, *rest = reduced
+        return (_OnlyHere(make, type(self).__name__), *rest)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from fxpar.errors import HintError, MeshError, RankMismatchError
 from fxpar.features.at_rest.crossings import layout_of, part_of
 from fxpar.features.at_rest.dtensor_ops import gathered
 from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
-from fxpar.features.at_rest.homes import (
+from fxpar.features.at_rest.sharded_modules import (
     AT_REST,
     Home,
     live_homes,
@@ -41,7 +41,6 @@ from fxpar.features.at_rest.homes import (
 from fxpar.option_values import nearest
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import HOME, Ranks, coming_graph
@@ -286,41 +285,21 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
         for home in homes:
             home.movable.clear()
         return
-    ours = _first_read(homes, read)
+    every = movables(homes)
+    ids = {id(x) for x in read}
+    # With their equivalents in repeated layers, which could not share one graph else.
+    kinds = {_kind(x) for x in every if id(x.parameter) in ids}
+    ours = {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
     if not ours:
         return
     try:
         with stage(LAYOUT):
-            moves = _moved(gm, examples, job, homes, ours)
+            moves = _FirstGraph(gm, examples, job, homes, ours).moved()
     except Exception as error:
         meeting.abort(error)
         raise
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
-
-
-def _moved(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    job: CompileJob,
-    homes: Sequence[Home],
-    ours: dict[str, Movable],
-) -> dict[str, Spec] | None:
-    """Reshard ``ours`` to the layouts that rank 0 plans, and return the new specs of
-    those that changed; None if ranks read different parameters."""
-    twins, texts = twins_of(ours.values()), dict[str, str]()
-    if meeting.is_leader():
-        with presence.works("plans how to shard parameters"):
-            texts = _planned(gm, examples, job, ours)
-    moves = _agreed(ours, texts)
-    for home in homes:
-        own_names = {x.name for x in ours.values() if x.home is home}
-        for copy in (ref() for ref in home.copies):
-            if copy is not None:
-                copy.movable -= copy.movable if moves is None else own_names
-    for key, spec in (moves or {}).items():
-        move(ours[key], spec, twins)
-    return moves
 
 
 def _can_move(home: Home, options: Options) -> bool:
@@ -329,15 +308,6 @@ def _can_move(home: Home, options: Options) -> bool:
     mesh = Mesh.parse(home.mesh)
     along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
     return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
-
-
-def _first_read(homes: Sequence[Home], read: Sequence[Any]) -> dict[str, Movable]:
-    """Return the movable parameters among those that are read, and their equivalents
-    in repeated layers, which could not share one graph otherwise."""
-    every = movables(homes)
-    ids = {id(x) for x in read}
-    kinds = {_kind(x) for x in every if id(x.parameter) in ids}
-    return {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
 
 
 def _kind(x: Movable) -> tuple[Any, ...]:
@@ -387,118 +357,132 @@ def _agreed(
     }
 
 
-def _planned(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    job: CompileJob,
-    ours: Mapping[str, Movable],
-) -> dict[str, str]:
-    """Return the planned spec of each parameter as text, from the record of an earlier
-    start or from a plan made here; none if planning fails, since compiling the graph
-    then says why."""
-    text = known_programs.text_of(
-        gm, job.named_inputs, examples, job.options, job.ranks, [*ours]
-    )
-    key = meeting.digest_of(text or "")
-    path = cache_files.folder() / f"{key}.rests.json"
-    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
-    if record:
-        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
-    try:
-        with _torch.dynamo.outside_of_trace():
-            uses = _uses(gm, examples, job, ours)
-    except Exception:
-        log.info("parameters stay sharded as they are", exc_info=True)
-        return {}
-    specs = _as_used(uses, job.named_inputs, examples, ours)
-    texts = {key: str(spec) for key, spec in specs.items()}
-    if text:
-        cache_files.write_record(path, FORMAT, key, {"rests": texts})
-    return texts
+@dataclass(frozen=True)
+class _FirstGraph:
+    """Is the first Dynamo graph that reads parameters which may move."""
 
+    gm: fx.GraphModule
+    examples: Sequence[Any]  # values of its inputs
+    job: CompileJob
+    homes: Sequence[Home]  # the models of its parameters
+    ours: dict[str, Movable]  # the parameters, by a key that all ranks give them
 
-def _as_used(
-    uses: Uses,
-    inputs: Sequence[NamedInput],
-    examples: Sequence[Any],
-    ours: Mapping[str, Movable],
-) -> dict[str, Spec]:
-    """Return the layouts of parameters that a program uses in the specs ``uses``."""
-    by_parameter = {
-        id(x): uses.get(name.name) for name, x in zip(inputs, examples, strict=True)
-    }
-    kinds = {key: _kind(x) for key, x in ours.items()}
-    first, counts = next(iter(ours.values())).home, Counter(kinds.values())
-    mesh, by_kind = Mesh.parse(first.mesh), dict[Any, Counter[Spec]]()
-    for key, x in ours.items():
-        use = by_parameter.get(id(x.parameter))
-        if use is not None and all(axis in mesh.sizes for axis in use.axes):
-            by_kind.setdefault(kinds[key], Counter()).update([use])
-    forms = {
-        kind: (counts[kind], kind[-1], uses_of_kind.most_common(1)[0][0])
-        for kind, uses_of_kind in by_kind.items()
-    }
-    specs = layouts_as_used(forms, mesh, even=first.is_even)
-    return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
+    def moved(self) -> dict[str, Spec] | None:
+        """Reshard the parameters to the layouts that rank 0 plans, and return the new
+        specs of those that changed; None if ranks read different parameters."""
+        twins, texts = twins_of(self.ours.values()), dict[str, str]()
+        if meeting.is_leader():
+            with presence.works("plans how to shard parameters"):
+                texts = self._planned()
+        moves = _agreed(self.ours, texts)
+        for home in self.homes:
+            own_names = {x.name for x in self.ours.values() if x.home is home}
+            for copy in (ref() for ref in home.copies):
+                if copy is not None:
+                    copy.movable -= copy.movable if moves is None else own_names
+        for key, spec in (moves or {}).items():
+            move(self.ours[key], spec, twins)
+        return moves
 
+    def _planned(self) -> dict[str, str]:
+        """Return the planned spec of each parameter as text, from the record of an
+        earlier start or from a plan made here; none if planning fails, since compiling
+        the graph then says why."""
+        job = self.job
+        text = known_programs.text_of(
+            *(self.gm, job.named_inputs, self.examples, job.options, job.ranks),
+            [*self.ours],
+        )
+        key = meeting.digest_of(text or "")
+        path = cache_files.folder() / f"{key}.rests.json"
+        record = text and cache_files.read_record(
+            path, FORMAT, key, lambda x: x["rests"]
+        )
+        if record:
+            return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
+        try:
+            with _torch.dynamo.outside_of_trace():
+                uses = self._uses()
+        except Exception:
+            log.info("parameters stay sharded as they are", exc_info=True)
+            return {}
+        texts = {key: str(spec) for key, spec in self._as_used(uses).items()}
+        if text:
+            cache_files.write_record(path, FORMAT, key, {"rests": texts})
+        return texts
 
-def _uses(
-    gm: fx.GraphModule,
-    examples: Sequence[Any],
-    job: CompileJob,
-    ours: Mapping[str, Movable],
-) -> Uses:
-    """Return the spec in which a program uses each parameter, by name: from the plan
-    file that it follows, else from a plan made here."""
-    options, ranks, inputs = job.options, job.ranks, job.named_inputs
-    if options.plan not in ("search", "propagate"):
-        with ranks.inside():
-            size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
-            mode = plan_mode(options.plan, options, size, name)
-        assert isinstance(mode, Plan)
-        return dict(mode.parameters)
-    forward = globally(_torch.dynamo.copy_graph(gm), inputs, examples)
-    mode_ = _torch.fake.new_fake_mode(symbols=True)
-    free = {id(x.parameter) for x in ours.values()}
-    fakes = [fake_of(x, mode_) for x in examples]
-    for fake, x in zip(fakes, examples, strict=True):
-        if isinstance(x, torch.Tensor):
-            fake.requires_grad_(x.requires_grad)
-    grad = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
-    )
-    call = TracedCall(forward.module, tuple(fakes), {}, grad)
-    declared: list[Input] = []
+    def _as_used(self, uses: Uses) -> dict[str, Spec]:
+        """Return the layouts of parameters that the graph uses in these specs."""
+        pairs = zip(self.job.named_inputs, self.examples, strict=True)
+        by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
+        kinds = {key: _kind(x) for key, x in self.ours.items()}
+        first = next(iter(self.ours.values())).home
+        counts = Counter(kinds.values())
+        mesh, by_kind = Mesh.parse(first.mesh), dict[Any, Counter[Spec]]()
+        for key, x in self.ours.items():
+            use = by_parameter.get(id(x.parameter))
+            if use is not None and all(axis in mesh.sizes for axis in use.axes):
+                by_kind.setdefault(kinds[key], Counter()).update([use])
+        forms = {
+            kind: (counts[kind], kind[-1], uses_of_kind.most_common(1)[0][0])
+            for kind, uses_of_kind in by_kind.items()
+        }
+        specs = layouts_as_used(forms, mesh, even=first.is_even)
+        return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
 
-    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-        name, rest, use, value = f"{kind}_{len(declared)}", None, None, node.meta["val"]
-        is_free = False
-        if kind == "input":
-            place = call.places[payload]
-            end, is_free = forward.ends[place], id(examples[place]) in free
-            name, kind = end.name, end.kind
-            if not is_free:
-                rest, use = end.at_rest, end.use
-        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
-            fed = options.inputs == "global" and rest is None
-            rest = Spec.whole(value.dim()) if fed else rest
-        declared.append(Input(name, kind, rest, use, splits=is_free))
-        return declared[-1]
+    def _uses(self) -> Uses:
+        """Return the spec in which the graph uses each parameter, by name: from the
+        plan file that it follows, else from a plan made here."""
+        options, ranks, examples = self.job.options, self.job.ranks, self.examples
+        if options.plan not in ("search", "propagate"):
+            with ranks.inside():
+                size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
+                mode = plan_mode(options.plan, options, size, name)
+            assert isinstance(mode, Plan)
+            return dict(mode.parameters)
+        gm = _torch.dynamo.copy_graph(self.gm)
+        forward = globally(gm, self.job.named_inputs, examples)
+        mode_ = _torch.fake.new_fake_mode(symbols=True)
+        free = {id(x.parameter) for x in self.ours.values()}
+        fakes = [fake_of(x, mode_) for x in examples]
+        for fake, x in zip(fakes, examples, strict=True):
+            if isinstance(x, torch.Tensor):
+                fake.requires_grad_(x.requires_grad)
+        grad = torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
+        )
+        call = TracedCall(forward.module, tuple(fakes), {}, grad)
+        declared: list[Input] = []
 
-    def end(kind: str, name: str, of: int | None) -> Output:
-        rest = None
-        if kind == "gradient" and of is not None:
-            rest = declared[of].at_rest
-        return Output(name, kind, of, rest)
+        def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+            name, rest, use = f"{kind}_{len(declared)}", None, None
+            value, is_free = node.meta["val"], False
+            if kind == "input":
+                place = call.places[payload]
+                end, is_free = forward.ends[place], id(examples[place]) in free
+                name, kind = end.name, end.kind
+                if not is_free:
+                    rest, use = end.at_rest, end.use
+            if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
+                fed = options.inputs == "global" and rest is None
+                rest = Spec.whole(value.dim()) if fed else rest
+            declared.append(Input(name, kind, rest, use, splits=is_free))
+            return declared[-1]
 
-    decision = decided(
-        *(call, declare, ranks, load(options.hints), options),
-        name="the first call",
-        plan=searched,
-        ends=[end],
-    )
-    mesh = decision.mesh
-    return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
+        def end(kind: str, name: str, of: int | None) -> Output:
+            rest = None
+            if kind == "gradient" and of is not None:
+                rest = declared[of].at_rest
+            return Output(name, kind, of, rest)
+
+        decision = decided(
+            *(call, declare, ranks, load(options.hints), options),
+            name="the first call",
+            plan=searched,
+            ends=[end],
+        )
+        mesh = decision.mesh
+        return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
 
 
 @dataclass(frozen=True)

@@ -34,4 +34,4 @@ FEATURE = Feature(
     choices=(_is_traced, f"{__name__}.expert_axes"),
 )
 
-SEEDING[EXPERT_MM] = later(f"{__name__}.expert_rows", "seed_rows")
+SEEDING[EXPERT_MM] = later(f"{__name__}.expert_axes", "seed_rows")

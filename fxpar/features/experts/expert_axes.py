@@ -7,7 +7,13 @@ are places along a dim, so that none is negative. Splitting experts over the ran
 axis gives another program than whole experts (``normalize_experts``), so each is
 planned by itself, and the one that is predicted to be faster is taken.
 
-In: a traced graph and a request. Out: data. Never: changes a graph or runs anything.
+Rows of experts are split without an axis of their own, too, where the ranks do not
+divide the batch: unequal shards of samples are no shards of merged rows, so that each
+rank would compute all rows (``seed_rows``).
+
+In: a traced graph and a request, or the engine of a propagation in which the batch has
+its axes. Out: data, or seeds in that engine. Never: changes a graph, or rows that have
+an axis, or runs anything.
 """
 
 from __future__ import annotations
@@ -24,11 +30,19 @@ from fxpar.graph.builder import shape_of
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.size_nodes import is_open
 from fxpar.passes.row_wise import call_of
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request
+from fxpar.sharding.propagate.conventions import EXPERT_MM
+from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.reshard.route import price
 from fxpar.sharding.search.run_search import SearchOptions
+from fxpar.sharding.shard_sizes import can_split
+from fxpar.sharding.strategy import Strategy, operand_spec
 from fxpar.units import percent_more
 
 aten = torch.ops.aten
@@ -155,3 +169,29 @@ def choose(
         return request, []
     axes, note = best(over)
     return replace(request, experts_over=axes), [note] if note else []
+
+
+def seed_rows(engine: Propagation, axes: Axes, mesh: Mesh, hardware: Hardware) -> None:
+    """Split rows of experts over ``axes`` if this saves more seconds of their products
+    than gathering the rows takes. ``mesh``: with links; ``hardware``: for the prices.
+    """
+    program, state = engine.program, engine.state
+    products = [op for op in program.ops if str(op.target) == EXPERT_MM]
+    for op in products if axes else ():
+        v = op.operands[0]
+        value, rows = program.values[v], op.rule.operands[0][0]
+        if len(rows) != 1 or not state.origins[v].keys().isdisjoint(axes):
+            continue
+        if not can_split(value.shape[0], mesh, axes, even=program.even):
+            continue
+        split, work = Strategy(((rows[0], axes),)), work_alone(op, program.values)
+        whole, part = (
+            seconds(op, work, each, mesh, hardware) for each in (Strategy(), split)
+        )
+        ends = operand_spec(op.rule, split, 0), operand_spec(op.rule, Strategy(), 0)
+        gather = price(*ends, mesh, value.shape, value.dtype.itemsize)
+        if whole - part > gather:
+            dims: tuple[Axes, ...] = (axes, *[()] * (len(value.shape) - 1))
+            shut = (False,) * len(dims)
+            what = f"rows of experts of {value.name}"
+            engine.seed([Seed(v, dims, shut, what, batch=True)])

@@ -39,7 +39,7 @@ In: tensors. Out: tensors. Never: a shape that depends on values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,11 +75,6 @@ def expert_mm(
     return out
 
 
-@expert_mm.register_fake
-def _(x, weight, ids, groups, room):
-    return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
-
-
 @torch.library.custom_op("fxpar::expert_outer", mutates_args=())
 def expert_outer(
     x: torch.Tensor,
@@ -97,11 +92,6 @@ def expert_outer(
     return out
 
 
-@expert_outer.register_fake
-def _(x, y, ids, experts, groups, room):
-    return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
-
-
 @torch.library.custom_op("fxpar::own_expert_mm", mutates_args=())
 def own_expert_mm(
     x: torch.Tensor,
@@ -114,11 +104,6 @@ def own_expert_mm(
     """Return ``x[i] @ weight[ids[i]]``: [rows, k], [own experts, k, n], [rows] ->
     [rows, n]. Zero where a row belongs to none of the rank's own experts."""
     return expert_mm(x, weight, ids, 1, 0.0)
-
-
-@own_expert_mm.register_fake
-def _(x, weight, ids, spread, room, axes):
-    return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
 
 
 @torch.library.custom_op("fxpar::own_expert_outer", mutates_args=())
@@ -134,11 +119,6 @@ def own_expert_outer(
     """Return ``x[rows].T @ y[rows]`` for the rows of each own expert: [rows, k],
     [rows, n], [rows] -> [experts, k, n]."""
     return expert_outer(x, y, ids, experts, 1, 0.0)
-
-
-@own_expert_outer.register_fake
-def _(x, y, ids, experts, spread, room, axes):
-    return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
 
 
 def _has_torch_kernel(*operands: torch.Tensor) -> bool:
@@ -178,11 +158,6 @@ def grouped_mm(
     return out
 
 
-@grouped_mm.register_fake
-def _(x, weight, offs, rows):
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
 @torch.library.custom_op("fxpar::grouped_outer", mutates_args=())
 def grouped_outer(
     x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, rows: int
@@ -202,11 +177,6 @@ def grouped_outer(
         else:
             product.zero_()
     return out
-
-
-@grouped_outer.register_fake
-def _(x, y, offs, rows):
-    return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
 
 
 @torch.library.custom_op("fxpar::within", mutates_args=())
@@ -235,40 +205,45 @@ def _(x, most, room, where, axes=""):
     return torch.empty_like(x)
 
 
-def _counting(x: Any, ids: Any, room: float) -> float:
-    """Return the number of rows that are multiplied, by the shapes of a product's
-    operands."""
+def _counting(x: Any, ids: Any, *options: Any) -> float:
+    room = options[-1]
     return float(ids[0] if ids[0] < x[0] or not room else ids[0] / room)
 
 
-@register_flop_formula(torch.ops.fxpar.expert_mm)
-def _(x, weight, ids, groups, room, **_) -> float:
-    return 2.0 * _counting(x, ids, room) * math.prod(weight[1:])
+# Kind of products -> how many rows are multiplied, by the shapes of the rows and of
+# their experts, and the options after these.
+_ROWS: dict[str, Callable[..., float]] = {
+    "expert": _counting,
+    "own_expert": lambda x, _, *options: x[0] / options[-3],
+    "grouped": lambda x, _, rows: rows,
+}
 
 
-@register_flop_formula(torch.ops.fxpar.expert_outer)
-def _(x, y, ids, experts, groups, room, **_) -> float:
-    return 2.0 * _counting(x, ids, room) * math.prod([*x[1:], *y[1:]])
+def _register(mm: Any, outer: Any, kind: str) -> None:
+    """Register shapes and flops of products and of their weight gradients."""
+    rows_of, packets = _ROWS[kind], torch.ops.fxpar
+
+    @mm.register_fake
+    def _(x, weight, *_):
+        return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
+
+    @outer.register_fake
+    def _(x, y, ids, experts, *_):
+        count = ids.shape[0] if kind == "grouped" else experts
+        return x.new_empty(count, *x.shape[1:], *y.shape[1:])
+
+    @register_flop_formula(getattr(packets, f"{kind}_mm"))
+    def _(x, weight, *options, **_) -> float:
+        return 2.0 * rows_of(x, *options) * math.prod(weight[1:])
+
+    @register_flop_formula(getattr(packets, f"{kind}_outer"))
+    def _(x, y, *options, **_) -> float:
+        return 2.0 * rows_of(x, *options) * math.prod([*x[1:], *y[1:]])
 
 
-@register_flop_formula(torch.ops.fxpar.own_expert_mm)
-def _(x, weight, ids, spread, room, axes, **_) -> float:
-    return 2.0 * x[0] / spread * math.prod(weight[1:])
-
-
-@register_flop_formula(torch.ops.fxpar.own_expert_outer)
-def _(x, y, ids, experts, spread, room, axes, **_) -> float:
-    return 2.0 * x[0] / spread * math.prod([*x[1:], *y[1:]])
-
-
-@register_flop_formula(torch.ops.fxpar.grouped_mm)
-def _(x, weight, offs, rows, **_) -> float:
-    return 2.0 * rows * weight[1] * weight[2]
-
-
-@register_flop_formula(torch.ops.fxpar.grouped_outer)
-def _(x, y, offs, rows, **_) -> float:
-    return 2.0 * rows * x[1] * y[1]
+_register(expert_mm, expert_outer, "expert")
+_register(own_expert_mm, own_expert_outer, "own_expert")
+_register(grouped_mm, grouped_outer, "grouped")
 
 
 @torch.library.custom_op("fxpar::dispatch_slots", mutates_args=())

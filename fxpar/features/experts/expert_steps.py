@@ -13,15 +13,17 @@ import torch
 from torch import fx
 
 from fxpar.features.experts import (
-    exact_exchange,
     local_experts,
     normalize_fused_experts,
+    sorted_rows,
 )
-from fxpar.features.experts import keep_sorted as sorting
 from fxpar.features.experts.expert_axes import SORTS, products_by
 from fxpar.features.experts.expert_ops import room_of
-from fxpar.features.experts.group_rows import DispatchedRows, GroupCopies
-from fxpar.features.experts.normalize_experts import Mixture
+from fxpar.features.experts.normalize_experts import (
+    DispatchedRows,
+    GroupCopies,
+    Mixture,
+)
 from fxpar.graph.builder import shape_of
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.passes.row_wise import row_result
@@ -41,8 +43,8 @@ _MEAN = torch.ops.fxpar.mean_over_ranks.default
 
 split_fused_experts = of_build(normalize_fused_experts.split_fused_experts)
 sort_by_expert = of_build(local_experts.sort_by_expert)
-keep_sorted = of_build(sorting.keep_sorted)
-exact_exchanges = of_build(exact_exchange.exact_exchanges)
+keep_sorted = of_build(sorted_rows.keep_sorted)
+exact_exchanges = of_build(sorted_rows.exact_exchanges)
 
 
 def experts_in_place(graph: fx.Graph, state: JointState) -> None:
@@ -106,11 +108,9 @@ def _copies(
         )
     rows = shape_of(key)[0]
     if groups > 1 and isinstance(rows, int):
-        chosen = key.args[0] if op_facts_of(key.target).reshapes else key
-        copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
         tokens = next(iter(products)).args[0].meta["val"]
         nbytes = tokens.shape[-1] * tokens.dtype.itemsize
-        sent = _sent(request, note, key, copies, nbytes, groups)
+        sent = _sent(request, note, key, nbytes, groups)
         if sent is not None:
             sources, exact = sent
             return DispatchedRows(
@@ -129,15 +129,17 @@ def _sent(
     request: Request,
     note: Callable[[str], None],
     key: fx.Node,
-    copies: int,
     nbytes: int,
     groups: int,
 ) -> tuple[int, bool] | None:
     """Return (how many parts of the rows are sent separately, whether by exact
     numbers), where that takes less time than to gather the tokens, or is asked for;
-    None if the tokens are gathered."""
-    mesh, exchange = request.mesh, request.options.expert_exchange
-    tokens, axes = shape_of(key)[0] // copies, request.expert_axes
+    None if the tokens are gathered. Times are predicted from the bytes that are sent
+    and those that a rank then reads and writes; ``nbytes``: of a row."""
+    mesh, options, axes = request.mesh, request.options, request.expert_axes
+    chosen = key.args[0] if op_facts_of(key.target).reshapes else key
+    copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
+    tokens, exchange = shape_of(key)[0] // copies, options.expert_exchange
     parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
     if exchange == "gather" or tokens % parts or sequence_axes(mesh):
         return None
@@ -145,50 +147,29 @@ def _sent(
     if exchange == "exact" and not may_be_exact:
         note(_NO_SIZES)
     if exchange == "auto":
-        sizes = tokens, copies, nbytes, groups, parts
-        exchange = _fastest_exchange(request, may_be_exact, *sizes)
+        # Exact numbers of rows are for hosts that compute: the hardware is named, or
+        # the program runs here.
+        on_host = may_be_exact and request.rank is not None
+        hardware = request.named_hardware or lookup("cpu" if on_host else UNNAMED)
+        part_bytes = tokens // parts * nbytes
+        rows = part_bytes * copies
+        gather, scatter, exchanged = (
+            along(kind, hardware.on(mesh), axes).seconds
+            for kind in ("all_gather", "reduce_scatter", "all_to_all")
+        )
+        seconds = {"gather": gather(part_bytes) + scatter(part_bytes * groups)}
+        if options.expert_room is not None:
+            room = room_of(tokens * copies, groups, parts, options.expert_room)
+            seconds["all_to_all"] = 2 * exchanged(room * groups * nbytes)
+        if may_be_exact and hardware.beside:
+            seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
+            seconds["exact"] = 2 * exchanged(rows) + 2 * hardware.streaming(2 * rows)
+        exchange = min(seconds, key=seconds.__getitem__)
     if exchange == "gather":
         return None
     microbatches = parts * parts_of(request)
     sources = parts if tokens % microbatches else microbatches
     return sources, exchange == "exact" and may_be_exact
-
-
-def _fastest_exchange(
-    request: Request,
-    may_be_exact: bool,
-    tokens: int,
-    copies: int,
-    nbytes: int,
-    groups: int,
-    parts: int,
-) -> str:
-    """Return the ``expert_exchange`` that takes the least time, predicted from the
-    bytes that are sent and those that a rank then reads and writes.
-
-    Exact numbers of rows are for hosts that compute: the hardware is named, or the
-    program runs here.
-    """
-    mesh, room, axes = request.mesh, request.options.expert_room, request.expert_axes
-    named, runs = request.named_hardware, request.rank is not None
-    hardware = named or lookup("cpu" if may_be_exact and runs else UNNAMED)
-    priced, part_bytes = hardware.on(mesh), tokens // parts * nbytes
-    rows = part_bytes * copies
-
-    def exchanged(nbytes: float) -> float:
-        return 2 * float(along("all_to_all", priced, axes).seconds(nbytes))
-
-    seconds = {
-        "gather": along("all_gather", priced, axes).seconds(part_bytes)
-        + along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
-    }
-    if room is not None:
-        slots = room_of(tokens * copies, groups, parts, room) * groups * nbytes
-        seconds["all_to_all"] = exchanged(slots)
-    if may_be_exact and hardware.beside:
-        seconds["gather"] += 2 * hardware.streaming(2 * rows * groups)
-        seconds["exact"] = exchanged(rows) + 2 * hardware.streaming(2 * rows)
-    return min(seconds, key=seconds.__getitem__)
 
 
 def _means(

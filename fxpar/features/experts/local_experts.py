@@ -6,7 +6,7 @@ Never: moves rows between ranks but by ``fxpar::exchange_slots`` and back. A ran
 some rows and some experts, which are counted from its own first. Its rows may still be
 cut in parts of a batch: products take them in place until that is done, and
 ``sort_by_expert`` then sorts each part's rows. A row whose expert another rank has
-comes last, where products give zero. ``keep_sorted`` then leaves rows in that order
+comes last, where products give zero. ``sorted_rows`` then leaves rows in that order
 between one product and the next.
 """
 
@@ -128,14 +128,22 @@ def _within(
     """Return the ends, checked that no group of experts has more rows than there is
     room for; ``axes`` split rows. Groups are counted from a rank's own, around."""
     build = call.build
-    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    group, group_numbers = _groups(build, ids, per, groups)
     group = build.call(aten.remainder.Scalar, group, groups)
-    group_numbers = build.iota(groups, ids.meta["val"].device)
-    group_numbers = build.call(aten.unsqueeze.default, group_numbers, 1)
     chosen = build.call(aten.eq.Tensor, group, group_numbers)
     most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
     where = user_line(call.node) or ""
     return _within_all(build, ends, most, room, where, axes)
+
+
+def _groups(
+    build: Builder, ids: fx.Node, per: int, groups: int
+) -> tuple[fx.Node, fx.Node]:
+    """Return the group, of ``per`` experts, of each row, and [groups, 1]: their
+    numbers."""
+    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    numbers = build.iota(groups, ids.meta["val"].device)
+    return group, build.call(aten.unsqueeze.default, numbers, 1)
 
 
 def _within_all(
@@ -307,9 +315,7 @@ def _once(call: LocalCall, ids: fx.Node, per: int, groups: int) -> fx.Node:
     """Return the experts of rows that come once for each of a rank's ``groups`` of
     ``per`` experts: none where a row belongs to another group."""
     build, rows = call.build, call.operand_shape(0)[0]
-    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
-    group_numbers = build.iota(groups, ids.meta["val"].device)
-    group_numbers = build.call(aten.unsqueeze.default, group_numbers, 1)
+    group, group_numbers = _groups(build, ids, per, groups)
     if call.shapes[_IDS][0] == call.shapes[0][0]:
         ids, group = (
             build.call(aten.reshape.default, x, [groups, rows // groups])

@@ -47,7 +47,8 @@ def split_fused_experts(graph: fx.Graph, build: Builder) -> None:
             _split_result(node, build)
     for node in list(graph.nodes):
         parts = _parts_of(node)
-        if parts is not None and _has_product(node):
+        products = (user for user in node.users if user.target in (MM, OUTER))
+        if parts is not None and any(products):
             _split_operand(node, parts, build)
     graph.eliminate_dead_code()
 
@@ -159,14 +160,9 @@ def _turn(x: Any) -> tuple[int, fx.Node] | None:
     if len(x.args) < 6 or len(shape_of(x)) != 2:
         return None
     zeros, values, dim, start, end, step = x.args
-    is_zero = is_zeros(zeros)
     n = shape_of(x)[1]
     fits = dim in (1, -1) and end >= n and step == 2 and n % 2 == 0
-    return (start, values) if is_zero and fits and start in (0, 1) else None
-
-
-def _has_product(node: fx.Node) -> bool:
-    return any(user.target in (MM, OUTER) for user in node.users)
+    return (start, values) if is_zeros(zeros) and fits and start in (0, 1) else None
 
 
 def _split_operand(node: fx.Node, parts: _Parts, build: Builder) -> None:

@@ -32,5 +32,5 @@ FEATURE = Feature(
             _step("count_loop_steps", has(_BODIES), optional=False),
         ],
     },
-    choices=(has("fxpar.choose_body"), f"{__name__}.region_bodies"),
+    choices=(has("fxpar.choose_body"), f"{__name__}.manual_regions"),
 )

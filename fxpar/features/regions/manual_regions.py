@@ -7,12 +7,19 @@ are values of its nodes, loops have a known number of steps. ``check_regions`` f
 axes along which each value inside differs between ranks: a value that is declared whole
 and differs, or that leaves a region other than by its edges, is an error. Never: a
 difference between ranks.
+
+Of a region with several bodies each is traced, from ``fxpar::fork_bodies(x, bodies,
+region)``, which gives each body its own argument, to ``fxpar::choose_body(results,
+region)``. The gradient of one is the other, so that a backward is chosen with its
+forward. One body of each is kept: regions that one line calls on the same shapes, as
+layers do, are one choice.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +27,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import MeshError, PlanError, RegionError
-from fxpar.features.regions.region_bodies import keep_bodies
 from fxpar.graph import graph_bodies
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
@@ -31,8 +37,10 @@ from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import has_random_numbers, op_facts_of
 from fxpar.sharding.ops.own_op_rules import LEAVE, manual_axes, sizes_of
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
+from fxpar.units import percent_more
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -261,16 +269,15 @@ def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
         return None
     if node.target is operator.getitem and op_facts_of(node.args[0].target).splits:
         split, i = node.args
-        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        x, dim = split.args[0], (*split.args[2:], split.kwargs.get("dim", 0))[0]
         before = [int(split.meta["val"][j].shape[dim]) for j in range(i)]
-        size = int(node.meta["val"].shape[dim])
-        return split.args[0], dim, sum(before), size
-    if node.target is aten.slice.Tensor:
-        x, dim, start, *_ = (*node.args, 0, 0)[:3] if len(node.args) < 3 else node.args
-        if len(node.args) > 4 and node.args[4] != 1:
-            return None
-        return x, dim, start or 0, int(node.meta["val"].shape[dim])
-    return None
+        start = sum(before)
+    elif node.target is aten.slice.Tensor and node.args[4:] in ((), (1,)):
+        x, dim, start = (*node.args, 0, 0)[:3]
+    else:
+        return None
+    size = int(node.meta["val"].shape[dim])
+    return x, dim % x.meta["val"].dim(), start or 0, size
 
 
 def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
@@ -278,18 +285,14 @@ def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     order, the equal pieces that a value is cut into along the first."""
     if node.target is not aten.cat.default:
         return None
-    parts = [_piece(part) for part in node.args[0]]
-    target = node.args[1] if len(node.args) > 1 else 0
-    if any(part is None for part in parts):
+    pieces = [_piece(part) for part in node.args[0]]
+    x, dim, _, size = pieces[0] or (None, 0, 0, 0)
+    if x is None or not size:
         return None
-    entries: Sequence[Any] = parts
-    x, dim, _, size = entries[0]
-    whole = int(x.meta["val"].shape[dim])
-    same = all((p[0], p[1], p[3]) == (x, dim, size) for p in entries)
-    starts = [p[2] for p in entries]
-    if not same or starts != list(range(0, whole, size)) or target == dim:
-        return None
-    return x, dim, target % x.meta["val"].dim()
+    shape = x.meta["val"].shape
+    target = (*node.args, 0)[1] % len(shape)
+    every = [(x, dim, start, size) for start in range(0, int(shape[dim]), size)]
+    return (x, dim, target) if pieces == every and target != dim else None
 
 
 def show_bodies(graph: fx.Graph, state: JointState) -> None:
@@ -465,3 +468,126 @@ def _scaled(build: Builder, x: fx.Node, by: int) -> fx.Node:
     if x.target is aten.mul.Tensor and isinstance(x.args[1], (int, float)):
         x, factor = x.args[0], x.args[1] * by
     return x if factor == 1 else build.call(aten.mul.Tensor, x, factor)
+
+
+# Regions with several bodies
+
+torch.library.define(
+    "fxpar::fork_bodies", "(Tensor x, int bodies, int region) -> Tensor[]"
+)
+torch.library.define("fxpar::choose_body", "(Tensor[] results, int region) -> Tensor")
+
+FORK, CHOOSE = ours.fork_bodies.default, ours.choose_body.default
+
+
+@torch.library.register_fake("fxpar::fork_bodies")
+def _(x, bodies, region):
+    return [torch.empty_like(x) for _ in range(bodies)]
+
+
+@torch.library.register_fake("fxpar::choose_body")
+def _(results, region):
+    return torch.empty_like(results[0])
+
+
+def _fork_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.region = inputs[2]
+
+
+def _choose_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.bodies, ctx.region = len(inputs[0]), inputs[1]
+
+
+torch.library.register_autograd(
+    "fxpar::fork_bodies",
+    lambda ctx, grads: (CHOOSE(list(grads), ctx.region), None, None),
+    setup_context=_fork_context,
+)
+torch.library.register_autograd(
+    "fxpar::choose_body",
+    lambda ctx, grad: (FORK(grad, ctx.bodies, ctx.region), None),
+    setup_context=_choose_context,
+)
+
+
+def choose(
+    graph: fx.Graph, request: Request, seconds_of: Callable[[Request], float]
+) -> tuple[Request, list[str]]:
+    """Return the request with a body of each choice, one chosen after the other, as a
+    ``Choose`` does."""
+    counts, notes = [bodies for _, bodies in _choices(graph).values()], []
+    bodies = [0] * len(counts)
+    for i, count in enumerate(counts):
+        seconds = []
+        for body in range(count):
+            trial = (*bodies[:i], body, *bodies[i + 1 :])
+            seconds.append(seconds_of(replace(request, bodies=trial)))
+        bodies[i] = min(range(count), key=seconds.__getitem__)
+        times = ", ".join(percent_more(s, min(seconds)) for s in seconds)
+        notes.append(
+            f"body {bodies[i]} of {count} of manual region {i} is chosen: compared "
+            f"with the fastest, a step with each is estimated to take {times}"
+        )
+    return replace(request, bodies=tuple(bodies) if any(bodies) else ()), notes
+
+
+def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:
+    """Return line and shapes of each choice -> (its regions, number of bodies)."""
+    by_region: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if _overload(node.target) is CHOOSE:
+            by_region.setdefault(node.args[1], []).append(node)
+    choice_of: dict[Any, tuple[set[int], int]] = {}
+    for region, (first, *_) in by_region.items():
+        bodies = len(first.args[0])
+        shapes = tuple(_shape(node.args[0][0]) for node in by_region[region])
+        key = user_line(first), bodies, shapes
+        choice_of.setdefault(key, (set(), bodies))[0].add(region)
+    return choice_of
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return () if value is None else tuple(value.shape)
+
+
+def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
+    """Keep one body of each region, in place. ``bodies``: one for each choice, in
+    order; empty: the first of each.
+
+    Raises PlanError if they belong to another program.
+    """
+    all_choices = list(_choices(graph).values())
+    bodies = bodies or [0] * len(all_choices)
+    if len(bodies) != len(all_choices) or any(
+        body >= count for body, (_, count) in zip(bodies, all_choices, strict=True)
+    ):
+        counts = [count for _, count in all_choices]
+        raise PlanError(
+            f"the plan chooses bodies {list(bodies)} of manual regions, the "
+            f"program has {counts}",
+            fix="plan this program again",
+        )
+    of = {
+        region: body
+        for body, (regions, _) in zip(bodies, all_choices, strict=True)
+        for region in regions
+    }
+    dropped: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if _overload(node.target) is FORK:
+            body = of[node.args[2]]
+            for piece in list(node.users):
+                if piece.args[1] == body:
+                    piece.replace_all_uses_with(node.args[0])
+                dropped.add(piece)
+            dropped.add(node)
+        elif _overload(node.target) is CHOOSE:
+            body_result = node.args[0][of[node.args[1]]]
+            node.replace_all_uses_with(body_result)
+            dropped.add(node)
+        elif not dropped.isdisjoint(node.all_input_nodes):
+            dropped.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in dropped and not node.users:
+            graph.erase_node(node)

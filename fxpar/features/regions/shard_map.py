@@ -26,7 +26,6 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
-from fxpar.features.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
 from fxpar.features.regions.manual_regions import FUNCTIONAL
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.runtime.ranks.groups import join
@@ -339,7 +338,7 @@ def _chosen(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a region with these bodies: all are traced, one is kept later
-    (``features.regions.region_bodies``). On one rank the first runs."""
+    (``manual_regions.keep_bodies``). On one rank the first runs."""
     number = _fork() if len(bodies) > 1 and torch.compiler.is_compiling() else -1
     if number < 0:
         return _mapped(*bodies[0], over, args, kwargs)

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.features.sequences import causal_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.features.sequences.merge_attention import items
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
@@ -143,11 +144,6 @@ class _Halves:
         return restrided(self.build, self.build.call(aten.cat.default, rows, 2), like)
 
 
-def _items(build: Builder, node: fx.Node) -> list[fx.Node]:
-    count = len(node.meta["val"])
-    return [build.call(operator.getitem, node, i) for i in range(count)]
-
-
 def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     """Return output and log-sum-exp, by position."""
     query, key, value, _, scale = node.args
@@ -156,7 +152,7 @@ def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     op = ours.balanced_causal_attention.default
     arguments = near, key, value, far, *halves.places(), scale
     outputs = build.call(op, *arguments)
-    near_out, near_lse, far_out, far_lse = _items(build, outputs)
+    near_out, near_lse, far_out, far_lse = items(build, outputs)
     return {
         0: halves.joined(near_out, far_out, whole[0]),
         1: halves.joined(near_lse, far_lse, whole[1]),
@@ -171,5 +167,5 @@ def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     near, far = zip(*sets, strict=True)
     op = ours.balanced_causal_attention_backward.default
     arguments = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)
-    near_dq, far_dq, dk, dv = _items(build, build.call(op, *arguments))
+    near_dq, far_dq, dk, dv = items(build, build.call(op, *arguments))
     return {0: halves.joined(near_dq, far_dq, whole[0]), 1: dk, 2: dv}

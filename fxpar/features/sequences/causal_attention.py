@@ -104,7 +104,7 @@ def _forward(q, k, v, ahead, scale) -> Result:
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out = rows_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
-    attend = _kernel(q, k, v).forward
+    attend, _ = _kernel(q, k, v)
     covered = 0
     for block in blocks(q.shape[2], k.shape[2], ahead):
         rows, keys = block.rows, block.keys
@@ -123,7 +123,7 @@ def _forward(q, k, v, ahead, scale) -> Result:
 def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     dtype = _computed_in(q)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    differentiate = _kernel(q, k, v).backward
+    _, differentiate = _kernel(q, k, v)
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
     # Two blocks may share queries or keys: gradients are summed in the wide type.
     sums = tuple(rows_like(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
@@ -164,15 +164,9 @@ def _shared(x: torch.Tensor, groups: int) -> torch.Tensor:
 # Kernels
 
 
-@dataclass(frozen=True)
-class AttentionKernel:
-    """Computes the attention of a block."""
-
-    # (q, k, v, causal, scale) -> output and log-sum-exp.
-    forward: Callable[..., Result]
-    # (grad, q, k, v, out, logsumexp, causal, scale) -> gradients of queries, keys and
-    # values.
-    backward: Callable[..., Gradients]
+# (q, k, v, causal, scale) of a block -> output and log-sum-exp; (grad, q, k, v, out,
+# logsumexp, causal, scale) -> gradients of queries, keys and values.
+AttentionKernel = tuple[Callable[..., Result], Callable[..., Gradients]]
 
 
 def _cpu(q, k, v, causal, scale) -> Result:
@@ -257,11 +251,11 @@ def _math_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
     return (scores @ keys).to(q.dtype), dk, dv
 
 
-_KERNELS = {
-    "cpu": AttentionKernel(_cpu, _cpu_backward),
-    "flash": AttentionKernel(_flash, _flash_backward),
-    "efficient": AttentionKernel(_efficient, _efficient_backward),
-    "math": AttentionKernel(_math, _math_backward),
+_KERNELS: dict[str, AttentionKernel] = {
+    "cpu": (_cpu, _cpu_backward),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+    "math": (_math, _math_backward),
 }
 
 

@@ -123,11 +123,11 @@ def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
         lse = node.meta["val"][1]
         if not keys and tuple(lse.shape) == value_of(call.local_shape(1)):
             return node
-        results = [_result(call, node, i) for i in range(2)]
-        further_results = [
+        every = [
             _result(call, node, i) if isinstance(x, torch.Tensor) else x
             for i, x in enumerate(values)
-        ][2:]
+        ]
+        results, further_results = every[:2], every[2:]
     out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
     if keys:
         out, lse = _merged(call, out, lse, _mask(arguments))
@@ -152,14 +152,12 @@ def _merged(
     call: LocalCall, out: fx.Node, lse: fx.Node, mask: fx.Node | None
 ) -> tuple[fx.Node, fx.Node]:
     """Return this rank's summand of the output over all keys, and their log-sum-exp."""
-    build, dtype = call.build, out.meta["val"].dtype
+    build, axes = call.build, call.operands[1].dims[_SEQUENCE]
     if mask is not None:
         lse = merge_attention.of_visible(build, lse, mask)
         if "cudnn" in str(call.node.target):
             out = merge_attention.of_seen_rows(build, out, lse)
-    axes = call.operands[1].dims[_SEQUENCE]
-    out, total = merge_attention.of_ranks(build, out, lse, axes).result(build)
-    return build.cast(out, dtype), total
+    return merge_attention.of_ranks(build, out, lse, axes)[:2]
 
 
 def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences import merge_attention
 from fxpar.features.sequences.local_attention import arguments_of, call_by_name
+from fxpar.features.sequences.merge_attention import items, of_ranks
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.ops.local_call import LocalCall
@@ -213,11 +213,11 @@ def _own_documents(
         seen_keys = build.call(aten.cummax.default, seen_keys, 0)
         seen_keys = build.call(operator.getitem, seen_keys, 0)
         seen_keys = build.cast(seen_keys, keys.meta["val"].dtype)
-    followed = {
-        name: _followed(build, arguments[name], dim, reach)
-        for name, dim in _BY_QUERY.items()
-        if reach and name in arguments
-    }
+    followed = dict[str, fx.Node]()
+    for name, dim in _BY_QUERY.items() if reach else ():
+        if (x := arguments.get(name)) is not None:  # followed by rows of zeros
+            amounts = [reach * (d == dim) for d in range(x.meta["val"].dim())]
+            followed[name] = build.pad(x, amounts)
     return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
 
 
@@ -228,12 +228,6 @@ _BY_QUERY = {"query": 0, "grad_out": 0, "out": 0, "lse": 1}
 def _reach(arguments: dict[str, Any]) -> int:
     """Return how many keys a query sees after its own place."""
     return max(0, (arguments["window_size"] or (-1, -1))[1])
-
-
-def _followed(build: Builder, x: fx.Node, dim: int, rows: int) -> fx.Node:
-    """Return ``x`` followed by this many rows of zeros."""
-    amounts = [rows if d == dim else 0 for d in range(x.meta["val"].dim())]
-    return build.pad(x, amounts)
 
 
 def _cut(call: LocalCall, x: fx.Node, dim: int, rows: Size) -> fx.Node:
@@ -259,7 +253,7 @@ def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     node = call_by_name(call, own)
     if not _reach(arguments):
         return node
-    out, lse, state = (call.build.call(operator.getitem, node, i) for i in range(3))
+    out, lse, state = items(call.build, node)
     rows = call.operand_shape(0)[0]
     return _cut(call, out, 0, rows), _cut(call, lse, 1, rows), state
 
@@ -269,19 +263,14 @@ def _over_own_keys(
 ) -> tuple[fx.Node, ...]:
     """Return this rank's summand of the output over all keys, and their log-sum-exp."""
     build, own = call.build, _OwnDocuments(call, arguments, 0)
-    outs, logs, states = (
-        [build.call(operator.getitem, x, i) for x in own.calls] for i in range(3)
-    )
+    outs, logs, states = zip(*(items(build, x) for x in own.calls), strict=True)
     weights = [build.call(aten.transpose.int, lse, 0, 1) for lse in logs]
     seen = own.sees_keys
     out = build.where(_column(build, seen, 2), own.of_each(outs), 0.0)
     lse = build.where(_column(build, seen, 1), own.of_each(weights), -math.inf)
-    dtype = out.meta["val"].dtype
-    merged = merge_attention.of_ranks(build, out, lse, axes)
-    out, total = merged.result(build)
-    out = build.cast(out, dtype)
+    out, total, shift = of_ranks(build, out, lse, axes)
     # Kernels give inf for a query that sees no key; backward, its weights are 0.
-    sees_keys = build.call(aten.ne.Scalar, merged.shift, -math.inf)
+    sees_keys = build.call(aten.ne.Scalar, shift, -math.inf)
     total = build.where(sees_keys, total, math.inf)
     total = build.call(aten.transpose.int, total, 0, 1)
     total = build.copied(total)
@@ -299,9 +288,7 @@ def _by_own_keys(
     """Return this rank's summand of the gradients of queries, and the gradients of its
     keys and values, 0 for a key of no document."""
     build, own = call.build, _OwnDocuments(call, arguments, 1)
-    queries, *of_keys = (
-        [build.call(operator.getitem, x, i) for x in own.calls] for i in range(3)
-    )
+    queries, *of_keys = zip(*(items(build, x) for x in own.calls), strict=True)
     query = build.where(_column(build, own.sees_keys, 2), own.of_each(queries), 0.0)
     in_document = _column(build, own.in_document, 2)
     add = partial(build.call, aten.add.Tensor)
@@ -319,9 +306,7 @@ def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     if own is None:
         return call.same(*args, **kwargs)
     node = call_by_name(call, own)
-    queries, keys, values = (
-        call.build.call(operator.getitem, node, i) for i in range(3)
-    )
+    queries, keys, values = items(call.build, node)
     if _reach(arguments):
         queries = _cut(call, queries, 0, call.operand_shape(1)[0])
     return (queries, *(_of_seen(call, x, own["cu_seq_k"]) for x in (keys, values)))
@@ -333,5 +318,4 @@ def _of_seen(call: LocalCall, grad: fx.Node, begins: fx.Node) -> fx.Node:
     places = build.iota(value.shape[0], value.device)
     end = build.call(aten.select.int, begins, 0, -1)
     is_seen = build.call(aten.lt.Tensor, places, end)
-    is_seen = build.call(aten.view.default, is_seen, [-1, 1, 1])
-    return build.where(is_seen, grad, 0.0)
+    return build.where(_column(build, is_seen, 2), grad, 0.0)

@@ -6,7 +6,7 @@ queries and keys are numbered by global index, so that the functions see the sam
 numbers as on one device. A block mask is split along queries and keys in whole blocks:
 each rank has the lists of its own blocks of queries, and keeps in them the blocks of
 its own keys; the lists by block of keys, which a backward reads, keep its own queries.
-A ring cuts calls in the same way (``flex_ring``).
+A ring cuts calls in the same way (``overlap_attention``).
 
 Where keys are split a forward also gives each query's log-sum-exp (-inf: no weight), by
 which the ranks' outputs are merged (``merge_attention``). The op's own log-sum-exp is
@@ -89,16 +89,14 @@ def _merged(call: LocalCall, node: fx.Node, axes: Axes) -> tuple[fx.Node, ...]:
     """Return this rank's summand of the output over all keys, the log-sum-exp over all
     keys, and the largest score, from an attention to its own keys (``node``)."""
     build = call.build
-    out, logs, most = (build.call(operator.getitem, node, i) for i in range(3))
+    out, logs, most = merge_attention.items(build, node)
     lse = natural(build, logs, out)
-    dtype = out.meta["val"].dtype
-    merged = merge_attention.of_ranks(build, out, lse, axes)
-    out, total = merged.result(build)
-    total = to_base_2(build, total, merged.shift)
+    out, total, shift = merge_attention.of_ranks(build, out, lse, axes)
+    total = to_base_2(build, total, shift)
     if any(user.args[1] == 2 and user.users for user in call.node.users):
         most = merge_attention.gathered(build, most, axes)
         most = build.call(aten.amax.default, most, [0])
-    return build.cast(out, dtype), total, most
+    return out, total, most
 
 
 def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ no weight.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -49,16 +50,24 @@ def of_seen_rows(build: Builder, out: fx.Node, lse: fx.Node) -> fx.Node:
 
 def of_ranks(
     build: Builder, out: fx.Node, lse: fx.Node, axes: Axes
-) -> RunningAttention:
-    """Return the attention over the keys of all ranks along axes, of whose output each
-    rank has a summand. ``out``, ``lse``: over a rank's own keys."""
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return the attention over the keys of all ranks along axes: this rank's summand
+    of the output, the log-sum-exp, and the largest of those of the ranks. ``out``,
+    ``lse``: over a rank's own keys."""
     lse_of_ranks = gathered(build, lse, axes)
     shift = build.call(aten.amax.default, lse_of_ranks, [0])
     finite = finite_or_zero(build, shift)
     weights = _weight(build, lse_of_ranks, finite)
     weights = build.call(aten.sum.dim_IntList, weights, [0])
-    out = _scaled(build, out, _weight(build, lse, finite))
-    return RunningAttention(out, shift, weights)
+    own = _scaled(build, out, _weight(build, lse, finite))
+    merged, total = RunningAttention(own, shift, weights).result(build)
+    return build.cast(merged, out.meta["val"].dtype), total, shift
+
+
+def items(build: Builder, node: fx.Node) -> list[fx.Node]:
+    """Return the results of a call that gives several."""
+    count = len(node.meta["val"])
+    return [build.call(operator.getitem, node, i) for i in range(count)]
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,9 @@ Result = int | tuple[int, int]
 class RingAttention:
     """Is an attention, the gathers it reads, and the ops between them."""
 
+    # Says in which order parts travel, and how whole values are cut into them.
+    kind = Ring
+
     def __init__(
         self,
         edit: Edit,
@@ -198,8 +201,13 @@ class RingAttention:
         return [(item, item.args[1]) for item in items]
 
     def _ring(self) -> Ring:
-        of = Ring.farthest_first if self.form.backward else Ring.nearest_first
+        of = self.kind.farthest_first if self.form.backward else self.kind.nearest_first
         return of(self.edit.mesh, self.axes, SEQUENCE, 1)
+
+    def _start(self, build: Builder, ring: Ring, i: int, size: int) -> Any:
+        """Return the place at which the i-th part begins of a sequence of this size."""
+        rows = size // ring.chunks
+        return build.offset(self.axes, rows, ring.parts[i] * rows, around=size)
 
     def _on_part(
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
@@ -207,9 +215,7 @@ class RingAttention:
         """Append the attention on the i-th part of keys and values."""
         args = self._arguments(ring, i, parts)
         if self.form.ahead is not None:
-            ahead, size = args[self.form.ahead], self.size // ring.chunks
-            first = ring.parts[i] * size
-            start = build.offset(self.axes, size, first, around=self.size)
+            ahead, start = args[self.form.ahead], self._start(build, ring, i, self.size)
             args[self.form.ahead] = build.compute(operator.sub, ahead, start)
         kwargs = dict(self.node.kwargs)
         mask = self._mask_of_part(build, ring, i)
@@ -328,7 +334,8 @@ class RingAttention:
                 attention = self._on_part(build, ring, i, next(coming))
                 for k, (item, value) in self._summed(build, attention).items():
                     whole[k] = value
-                    item = build.cast(item, _exact(value.dtype))
+                    exact = torch.promote_types(value.dtype, torch.float32)
+                    item = build.cast(item, exact)
                     sums[k] = (
                         build.call(aten.add.Tensor, sums[k], item)
                         if k in sums
@@ -400,10 +407,6 @@ class _Reduced:
     path: list[fx.Node]
     # Reduces it over the ranks, and reads the last of ``path``.
     scatter: fx.Node
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _packed(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:

@@ -2,46 +2,159 @@
 
 In: a local graph with its steps, forward and backward in one, of a program that is cut
 along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
-``StageHome``, if it has one (``stage_kinds``). The forward is cut where it is cheapest
-(``sharding.cut_stages``), in its order. An op of the backward belongs to the stage of
-the op that it differentiates or, where autograd does not say, to a stage that has the
-values and weights that it reads. Never: a stage of the forward that reads from a later
-one, or an op of the backward at a later stage than what it continues.
+``StageHome``, if it has one. Nodes of the forward and of the backward (``Kinds``) each
+belong to one stage; nodes of all places are the update, writes to inputs, and random
+draws. All others have no home, and run wherever they are read: nodes computed from
+weights alone, from the batch alone, or from constants, and views. The forward is cut
+where it is cheapest (``sharding.cut_stages``), in its order. An op of the backward
+belongs to the stage of the op that it differentiates or, where autograd does not say,
+to a stage that has the values and weights that it reads. Never: a stage of the forward
+that reads from a later one, or an op of the backward at a later stage than what it
+continues.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.features.stages.stage_kinds import (
-    ALL,
-    BACKWARD,
-    EVERYWHERE,
-    FORWARD,
-    Kinds,
-    StageHome,
-    home_of,
-    is_loose_view,
-    viewed_value,
-)
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
+from fxpar.sharding.cost.op import (
+    bytes_of,
+    flops_of,
+    is_view,
+    kernel_seconds,
+    tensors_in,
+)
 from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, backward_of, phase_of
+from fxpar.sharding.propagate.conventions import batch_inputs
+
+FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
+
+
+class StageHome(NamedTuple):
+    """Says where a node runs."""
+
+    # FORWARD or BACKWARD of a stage; EVERYWHERE: at all places.
+    phase: str
+    stage: int
+
+
+ALL = StageHome(EVERYWHERE, -1)
+
+
+def home_of(node: fx.Node) -> StageHome | None:
+    """Return the home of a node; None: it runs wherever it is read."""
+    home: StageHome | None = node.meta.get(STAGE)
+    return home
+
+
+def is_loose_view(node: fx.Node) -> bool:
+    """Return whether a node only shows its operand, all of it, in another way."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if steps.is_step(node) or len(node.all_input_nodes) != 1 or not is_view(node):
+        return False
+    operands = tensors_in(node.all_input_nodes[0].meta.get("val"))
+    results = tensors_in(node.meta.get("val"))
+    return (
+        len(results) == len(operands) == 1 and results[0].numel() >= operands[0].numel()
+    )
+
+
+def viewed_value(node: fx.Node) -> fx.Node:
+    """Return the value that a chain of such views shows."""
+    while is_loose_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class Kinds:
+    """Sorts nodes into ``forward``, ``backward`` and ``everywhere``; all others run
+    where they are read."""
+
+    def __init__(self, graph: fx.Graph, program: Program) -> None:
+        self.graph = graph
+        self.forward: set[fx.Node] = set()
+        self.backward: set[fx.Node] = set()
+        self.everywhere: set[fx.Node] = set()
+        placeholders = graph.find_nodes(op="placeholder")
+        declared = program.signature.inputs
+        inputs = list(zip(placeholders, declared, program.inputs, strict=True))
+        # Inputs that are gradients of results.
+        self.tangents = {node for node, x, _ in inputs if x.kind == "tangent"}
+        batch_values = set(batch_inputs(program))
+        batch = {node for node, _, v in inputs if v is not None and v in batch_values}
+        of_batch = batch or {node for node, x, _ in inputs if x.kind == "input"}
+        # Inputs that are weights, and their names.
+        self.weights: dict[fx.Node, str] = {}
+        for node, x, _ in inputs:
+            value = node.meta.get("val")
+            floating = tensors_in(value) and value.dtype.is_floating_point
+            is_plain = x.kind == "input" and node not in of_batch
+            if x.kind == "parameter" or (is_plain and floating):
+                self.weights[node] = x.name
+        tagged, of_weights = backward_of(graph), set(self.weights)
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            read = node.all_input_nodes
+            of_batch.update([node] if not of_batch.isdisjoint(read) else [])
+            of_weights.update([node] if not of_weights.isdisjoint(read) else [])
+            staged = self._kind_by_operands(node, tagged)
+            if staged is not None:
+                staged.add(node)
+            elif node in of_batch and not is_loose_view(node):
+                weighed = node in of_weights or flops_of(node)
+                self.forward.update([node] if weighed else [])
+
+    def _kind_by_operands(
+        self, node: fx.Node, tagged: Collection[fx.Node]
+    ) -> set[fx.Node] | None:
+        """Return the kind of a node if its operands decide it; None if they do not."""
+        if steps.is_step(node) or node.target is operator.getitem:
+            # It is of the kind of the value that it moves, or takes a part of.
+            source: Any = node.args[0]
+            base = viewed_value(source)
+            kinds = (self.forward, self.backward, self.everywhere)
+            return next((kind for kind in kinds if base in kind), None)
+        writes = op_facts_of(node.target).mutates
+        if phase_of(node) == "update" or writes or is_draw(node):
+            return self.everywhere
+        read = set(map(viewed_value, node.all_input_nodes))
+        if is_loose_view(node):
+            return None
+        sources = [self.tangents, self.backward, *[self.forward] * (node in tagged)]
+        is_backward = not all(kind.isdisjoint(read) for kind in sources)
+        return self.backward if is_backward else None
+
+
+def followed(
+    node: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    passes: Callable[[fx.Node], bool],
+) -> list[fx.Node]:
+    """Return the readers or the operands of a node (``step``), through those that
+    ``passes`` says."""
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for other in step(stack.pop()):
+            (stack if passes(other) else out).append(other)
+    return out
 
 
 @dataclass(frozen=True)
@@ -308,7 +421,8 @@ def _stages(
         seconds[home.stage][home.phase] += priced.seconds(node) / speeds[home.stage]
         for weight in _weights_of(node, kinds):
             read[home.stage][weight] = kinds.weights[weight]
-        reading_stages = {at.stage for at in map(home_of, _readers(node)) if at}
+        readers = followed(node, lambda x: x.users, is_loose_view)
+        reading_stages = {at.stage for at in map(home_of, readers) if at}
         reading_stages.discard(home.stage)
         reading_stages.discard(ALL.stage)
         sent[home.stage] += bytes_of(node) * len(reading_stages) // priced.microbatches
@@ -326,15 +440,6 @@ def _stages(
         )
         for i, place in enumerate(places)
     )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return the readers of a node, through views."""
-    out, stack = list[fx.Node](), [node]
-    while stack:
-        for user in stack.pop().users:
-            (stack if is_loose_view(user) else out).append(user)
-    return out
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:

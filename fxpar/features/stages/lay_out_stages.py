@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.stages.microbatches import demand
-from fxpar.features.stages.stage_kinds import (
+from fxpar.features.stages.assign_stages import (
+    ALL,
     BACKWARD,
     EVERYWHERE,
     StageHome,
+    followed,
     home_of,
 )
+from fxpar.features.stages.microbatches import demand
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph import pipeline_ops as messages
 from fxpar.graph.builder import PART, PLACE, STAGE, Builder
@@ -72,18 +74,13 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
         n for n in nodes if n.op == "placeholder"
     )
     staged = _derived_from_stages(nodes)
-    demand((n for n in nodes if _is_everywhere(n) and n not in staged), order)
+    demand((n for n in nodes if home_of(n) == ALL and n not in staged), order)
     for action in actions:
         demand(groups[action], order)
         _append_shared(groups[action], order)
     demand((n for n in nodes if home_of(n) is not None), order)
     demand(nodes, order)
     return list(order)
-
-
-def _is_everywhere(node: fx.Node) -> bool:
-    home = home_of(node)
-    return home is not None and home.phase == EVERYWHERE
 
 
 def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -139,25 +136,18 @@ def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
 def _bases(node: fx.Node) -> list[fx.Node]:
     """Return the nodes with homes that a node is computed from; itself if it has
     one."""
-    out, stack = [], [node]
-    while stack:
-        top = stack.pop()
-        if home_of(top) is not None:
-            out.append(top)
-        else:
-            stack += top.all_input_nodes
-    return out
+    if home_of(node) is not None:
+        return [node]
+    return followed(node, lambda x: x.all_input_nodes, lambda x: home_of(x) is None)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the readers of a node, through nodes that have no home."""
-    out, stack = list[fx.Node](), [node]
-    while stack:
-        for user in stack.pop().users:
-            (stack if home_of(user) is None and user.op != "output" else out).append(
-                user
-            )
-    return out
+
+    def has_no_home(x: fx.Node) -> bool:
+        return home_of(x) is None and x.op != "output"
+
+    return followed(node, lambda x: x.users, has_no_home)
 
 
 def _is_before(node: fx.Node, home: StageHome | None) -> bool:

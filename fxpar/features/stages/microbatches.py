@@ -16,6 +16,7 @@ Sources: GSPMD (arXiv 2105.04663) section 3.3; GPipe (arXiv 1811.06965) section 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.features.stages.assign_stages import viewed_value
 from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
-from fxpar.features.stages.stage_kinds import viewed_value
 from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
@@ -233,23 +234,25 @@ class _Unroller:
     def _join(self, node: fx.Node) -> None:
         """Replace a step over time. The new nodes belong to the stage of its
         operand."""
-        before = next(iter(reversed(self.graph.nodes)), None)
+        operands = self._each(node.args[0])
+        join = functools.partial(_JOINS[node.target], self, operands, *node.args)
         with self.build.at(node):
-            join = _JOINS[node.target]
-            self.values[node] = join(self, self._each(node.args[0]), *node.args)
+            self.values[node], added = self._added(join)
         home = node.meta[STAGE] = viewed_value(node.args[0]).meta.get(STAGE)
-        for step in reversed(self.graph.nodes):
-            if step is before:
-                break
+        for step in added:
             step.meta[STAGE] = home
+
+    def _added(self, make_node: Callable[[], Any]) -> tuple[Any, list[fx.Node]]:
+        """Return what ``make_node`` makes, and the nodes that it adds."""
+        before = next(iter(reversed(self.graph.nodes)), None)
+        value = make_node()
+        nodes = reversed(self.graph.nodes)
+        return value, list(itertools.takewhile(lambda x: x is not before, nodes))
 
     def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
         """Return what ``make_node`` makes; the nodes it adds belong to ``part``."""
-        before = next(iter(reversed(self.graph.nodes)), None)
-        value = make_node()
-        for node in reversed(self.graph.nodes):
-            if node is before:
-                break
+        value, added = self._added(make_node)
+        for node in added:
             self.part_of[node] = part
             node.meta[PART] = part
         return value

@@ -12,7 +12,7 @@ the generators of all ranks stay equal. Never: a node of another place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,17 +57,10 @@ class _PlaceProgram:
         for node in self.graph.nodes:
             if node.op == "output":
                 self._output(node)
-            elif node.target is ours.transfer.default:
+            elif node.target in _MESSAGES:
                 with self.build.at(node):
-                    self._transfer(node, tag)
-                tag += 1
-            elif node.target is ours.spread.default:
-                with self.build.at(node):
-                    self._broadcast(node)
-            elif node.target is ours.scatter.default:
-                with self.build.at(node):
-                    self._scatter(node, tag)
-                tag += 1
+                    _MESSAGES[node.target](self, node, tag)
+                tag += node.target is not ours.spread.default
             elif node.meta.get(PLACE, EVERY) in (self.place, EVERY):
                 self._copy(node)
 
@@ -142,7 +135,7 @@ class _PlaceProgram:
             node, ours.receive.default, None, *fields, *ends
         )
 
-    def _broadcast(self, node: fx.Node) -> None:
+    def _broadcast(self, node: fx.Node, _: int) -> None:
         value, source, group = node.args
         val = node.meta["val"]
         if self.place == source:
@@ -172,6 +165,13 @@ class _PlaceProgram:
                 )
         copy = self.program.output(type(node.args[0])(values))
         copy.meta = dict(node.meta)
+
+
+_MESSAGES: dict[Any, Callable[[_PlaceProgram, fx.Node, int], None]] = {
+    ours.transfer.default: _PlaceProgram._transfer,
+    ours.spread.default: _PlaceProgram._broadcast,
+    ours.scatter.default: _PlaceProgram._scatter,
+}
 
 
 def _smallest(

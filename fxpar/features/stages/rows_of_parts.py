@@ -6,9 +6,9 @@ rank, so that no part can be gathered by itself. Between the gather of tokens an
 sum that returns their results, only products by expert and ops that compute rows one by
 one read them: there rows may be stored part after part. In: a local graph with its
 steps, before it is planned over parts. Out: ``RowsOfParts``, the values with such rows,
-and the steps around them, which ``mark`` turns into ``gather_rows``, ``scatter_rows``,
-``exchange_rows`` and ``return_rows``: from the rows of one part they make the rows of
-that part. In a graph in parts they are plain steps again.
+and the steps around them, which ``mark`` turns into ``over_parts``: from the rows of
+one part they make the rows of that part. In a graph in parts they are plain steps
+again.
 
 Never: marks a step where some reader or source of the rows depends on places, or is not
 known; runs an op itself.
@@ -39,29 +39,19 @@ from fxpar.sharding.row_moves import Exchange
 NOTED = "fxpar_noted"
 
 
-def _over_parts(name: str) -> Callable[..., Any]:
-    """Return a step (value, settings of the step on one part, how many ranks there are)
-    of this name."""
-
-    def run(x: Any, *settings: Any) -> NoReturn:
-        raise RuntimeError("steps over rows of parts run as steps of each part")
-
-    run.__name__ = run.__qualname__ = name
-    return run
+def over_parts(x: Any, kind: str, *settings: Any) -> NoReturn:
+    """Is a step over rows of parts, with the settings of the step on one part, and how
+    many ranks there are."""
+    raise RuntimeError("steps over rows of parts run as steps of each part")
 
 
-# Gathers all ranks' rows, along one dim, or with another dim split.
-gather_rows, exchange_rows = _over_parts("gather_rows"), _over_parts("exchange_rows")
-# Gives this rank's rows of the reduction of all, or with another dim gathered.
-scatter_rows, return_rows = _over_parts("scatter_rows"), _over_parts("return_rows")
-
-# The step that each of them is on one part.
-STEP_OF: dict[Callable[..., Any], Callable[..., Any]] = {
-    gather_rows: steps.all_gather,
-    scatter_rows: steps.reduce_scatter,
-    exchange_rows: steps.all_to_all,
-    return_rows: steps.all_to_all,
-}
+# Kind -> the step that it is on one part. Those that make more rows gather all ranks'
+# rows, along one dim, or with another dim split; the others give this rank's rows of
+# the reduction of all, or with another dim gathered.
+Steps = dict[str, Callable[..., Any]]
+_MORE: Steps = {"gather_rows": steps.all_gather, "exchange_rows": steps.all_to_all}
+_FEWER: Steps = {"scatter_rows": steps.reduce_scatter, "return_rows": steps.all_to_all}
+STEP_OF = _MORE | _FEWER
 
 
 def _resized_words(x: torch.Tensor, *settings: Any) -> tuple[list[Word], list[Word]]:
@@ -79,22 +69,16 @@ def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     return make([before], [after])
 
 
-def _more_rows_rule(x: torch.Tensor, dim: int, *rest: Any) -> Rule:
-    """Return a rule in which the result has the rows of all ranks along ``dim``, with
-    the rows of one part together."""
-    before, after = _resized_words(x, dim, *rest[:-2])
-    before[dim], after[dim] = "rows", ("rows", "ranks!")
-    return make([before], [after], {"rows": x.shape[dim], "ranks": rest[-1]})
-
-
-def _fewer_rows_rule(x: torch.Tensor, *rest: Any) -> Rule:
-    """Return a rule in which the operand has the rows of all ranks along the last dim
-    given, with the rows of one part together."""
-    dims = [arg for arg in rest[:-2] if isinstance(arg, int)]
+def _over_parts_rule(x: torch.Tensor, kind: str, *settings: Any) -> Rule:
+    """Return a rule in which the side with the rows of all ranks has the rows of one
+    part together."""
+    *own, _, ranks = settings
+    dims = [setting for setting in own if isinstance(setting, int)]
     before, after = _resized_words(x, *dims)
-    before[dims[-1]], after[dims[-1]] = ("rows", "ranks!"), "rows"
-    ranks = rest[-1]
-    return make([before], [after], {"rows": x.shape[dims[-1]] // ranks, "ranks": ranks})
+    dim, few, many = dims[0 if kind in _MORE else -1], "rows", ("rows", "ranks!")
+    before[dim], after[dim] = (few, many) if kind in _MORE else (many, few)
+    rows = x.shape[dim] // (1 if kind in _MORE else ranks)
+    return make([before], [after], {"rows": rows, "ranks": ranks})
 
 
 add_rows(
@@ -111,16 +95,15 @@ add_rows(
             lambda x, text, *_: _resized_dims_rule(x, Exchange.parse(text).moves.dim)
         )
     }
-    | dict.fromkeys((gather_rows, exchange_rows), Row(_more_rows_rule))
-    | dict.fromkeys((scatter_rows, return_rows), Row(_fewer_rows_rule))
+    | {over_parts: Row(_over_parts_rule)}
 )
 
 
 def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     """Return a step over axes of the mesh on a part."""
     target = call.node.target
-    if target in STEP_OF:
-        target, args = STEP_OF[target], args[:-1]
+    if target is over_parts:
+        target, args = STEP_OF[args[0]], args[1:-1]
     node = call.build.graph.call_function(target, (x, *args))
     value = call.node.meta["val"]
     with call.build.fake_mode:
@@ -130,7 +113,7 @@ def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     return node
 
 
-LOCAL.update(dict.fromkeys((*steps.NODES.values(), *STEP_OF), _step))
+LOCAL.update(dict.fromkeys((*steps.NODES.values(), over_parts), _step))
 
 
 # Steps that may leave a dim as it is.
@@ -145,20 +128,21 @@ class RowsOfParts:
 
     # Value -> the dim of its rows.
     dims: dict[fx.Node, int] = field(default_factory=dict)
-    # Step -> the function of ``STEP_OF`` that it becomes.
-    steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
+    # Step -> the kind of ``STEP_OF`` that it becomes.
+    steps: dict[fx.Node, str] = field(default_factory=dict)
 
     def mark(self, mesh: Mesh) -> None:
         """Turn the steps into those over rows of parts, in place."""
-        for node, function in self.steps.items():
-            node.target = function
-            node.args = (*node.args, mesh.count(steps.axes_of(node)))
+        for node, kind in self.steps.items():
+            x, *settings = node.args
+            node.args = (x, kind, *settings, mesh.count(steps.axes_of(node)))
+            node.target = over_parts
 
     def unmark(self) -> None:
         """Turn them into plain steps again."""
-        for node in self.steps:
-            node.target = STEP_OF[node.target]
-            node.args = node.args[:-1]
+        for node, kind in self.steps.items():
+            x, _, *settings, _ = node.args
+            node.target, node.args = STEP_OF[kind], (x, *settings)
 
     def is_cut_along(self, decision: Decision, axis: str) -> bool:
         """Return whether all of the rows are cut along ``axis``, as they are stored and
@@ -194,8 +178,8 @@ class _OneOrder:
 
     # Value -> the dim of its rows.
     dims: dict[fx.Node, int] = field(default_factory=dict)
-    # Step that moves the rows -> the function that replaces it over rows of parts.
-    steps: dict[fx.Node, Callable[..., Any]] = field(default_factory=dict)
+    # Step that moves the rows -> its kind over rows of parts.
+    steps: dict[fx.Node, str] = field(default_factory=dict)
     # Values that are the same in all rows.
     constants: set[fx.Node] = field(default_factory=set)
     # Sizes of the factors that are cut in parts.
@@ -228,8 +212,8 @@ class _OneOrder:
             self._queue.append(node)
         return self.dims[node] == dim
 
-    def _mark(self, node: fx.Node, function: Callable[..., Any]) -> bool:
-        self.steps[node] = function
+    def _mark(self, node: fx.Node, kind: str) -> bool:
+        self.steps[node] = kind
         return True
 
     def _source(self, source: fx.Node, result: int, node: fx.Node) -> bool:
@@ -238,9 +222,9 @@ class _OneOrder:
         dim = self.dims[node]
         if steps.is_step(source):
             if source.target is steps.all_gather and source.args[1] == dim:
-                return self._mark(source, gather_rows)
+                return self._mark(source, "gather_rows")
             if source.target is steps.all_to_all and source.args[1] == dim:
-                return self._mark(source, exchange_rows)
+                return self._mark(source, "exchange_rows")
             operand: Any = source.args[0]
             return _is_along(source, dim) and self._add(operand, dim)
         if op_facts_of(source.target).constant == "filled":
@@ -259,9 +243,9 @@ class _OneOrder:
         dim = self.dims[node]
         if steps.is_step(user):
             if user.target is steps.reduce_scatter and user.args[1] == dim:
-                return self._mark(user, scatter_rows)
+                return self._mark(user, "scatter_rows")
             if user.target is steps.all_to_all and user.args[2] == dim:
-                return self._mark(user, return_rows)
+                return self._mark(user, "return_rows")
             return _is_along(user, dim) and self._add(user, dim)
         rule = by_row_rule(user)
         if rule is None:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.features.stages.assign_stages import BACKWARD, home_of
 from fxpar.features.stages.program_at_place import program_at
-from fxpar.features.stages.stage_kinds import BACKWARD, home_of
 from fxpar.graph.builder import PART, PLACE
 from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.simulate.launches import launches_of

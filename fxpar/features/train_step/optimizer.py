@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,37 +131,31 @@ def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
     """Make the state that the first step would make, where torch's own optimizers say
     how, for the parameters ``trained``. Others make theirs while they are traced, and
     are traced once more when it is there."""
-    if isinstance(optimizer, torch.optim.SGD):
-        _prepare_sgd(optimizer, trained)
-        return
-    init = getattr(type(optimizer), "_init_group", None)
-    if init is None or not str(init.__module__).startswith("torch.optim."):
-        return
     ids = {id(p) for p in trained}
-    lists = len(inspect.signature(init).parameters) - 2  # without self and the group
+    init: Any = getattr(type(optimizer), "_init_group", None)
+    of_torch = init is not None and str(init.__module__).startswith("torch.optim.")
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in ids or optimizer.state.get(p):
-                continue
-            before, p.grad = p.grad, torch.zeros_like(p)
-            try:
-                init(optimizer, {**group, "params": [p]}, *([] for _ in range(lists)))
-            finally:
-                p.grad = before
+        for p in (p for p in group["params"] if id(p) in ids):
+            if isinstance(optimizer, torch.optim.SGD):
+                _prepare_sgd(optimizer, group, p)
+            elif of_torch and not optimizer.state.get(p):
+                lists = len(inspect.signature(init).parameters) - 2  # self, the group
+                before, p.grad = p.grad, torch.zeros_like(p)
+                try:
+                    own = {**group, "params": [p]}
+                    init(optimizer, own, *([] for _ in range(lists)))
+                finally:
+                    p.grad = before
 
 
-def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
+def _prepare_sgd(optimizer: torch.optim.SGD, group: dict[str, Any], p: Any) -> None:
     """Make a momentum of zero, with which a step gives what the first one gives; with
     dampening it would not, and none is made."""
-    ids = {id(p) for p in trained}
-    for group in optimizer.param_groups:
-        if not is_number(group["momentum"]) or not group["momentum"]:
-            continue
-        for p in group["params"]:
-            if id(p) in ids and not group["dampening"]:
-                state = optimizer.state[p]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p)
+    momentum = is_number(group["momentum"]) and group["momentum"]
+    if momentum and not group["dampening"]:
+        state = optimizer.state[p]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(p)
 
 
 def stand_in(
@@ -178,69 +173,53 @@ def stand_in(
     hooks: OrderedDict[int, Any] = OrderedDict()
     _torch.objects.share_step_hooks(double, hooks)
     double.state, double.param_groups = defaultdict(dict), []
-    stand_ins, position = {}, 0
-    for i, group in enumerate(optimizer.param_groups):
-        mine = []
-        for p in group["params"]:
-            fake = parameters[position]
-            if fake is not None:
-                mine.append(fake)
-                stand_ins[position] = fake
-                if optimizer.state.get(p):
-                    double.state[fake] = _replaced(
-                        optimizer.state[p], "state", position, values
-                    )
-            position += 1
-        copy = _replaced(group, "group", i, values)
-        copy |= {key: False for key in _MANNERS if key in group}
+    stand_ins = dict[int, torch.Tensor]()
+    remaining = iter(enumerate(zip(parameters, parameters_of(optimizer), strict=True)))
+    for group in optimizer.param_groups:
+        own = dict(itertools.islice(remaining, len(group["params"])))
+        mine = {i: fake for i, (fake, _) in own.items() if fake is not None}
+        stand_ins |= mine
+        for i, fake in mine.items():
+            if optimizer.state.get(own[i][1]):
+                double.state[fake] = _copied(optimizer.state[own[i][1]])
+        copied = _copied(group) | {"params": list(mine.values())}
+        copied |= {key: False for key in _MANNERS if key in group}
         if isinstance(optimizer, _BRANCHING):
-            copy["capturable"] = True
-        double.param_groups.append(copy | {"params": mine})
+            copied["capturable"] = True
+        double.param_groups.append(copied)
+    places = {position: i for i, position in enumerate(stand_ins)}
+    for slot, value in values.items():
+        if slot.place == "state":
+            slot = replace(slot, index=places[slot.index])
+        write(double, slot, value)
     return double, stand_ins
-
-
-def _replaced(
-    entries: Mapping[str, Any],
-    place: str,
-    index: int,
-    values: Mapping[Slot, torch.Tensor],
-) -> dict[str, Any]:
-    """Return entries of a group or of state with traced values in place of its own."""
-    out: dict[str, Any] = {}
-    for key, value in entries.items():
-        if isinstance(value, (tuple, list)) and key != "params":
-            places = (Slot(place, index, key, item) for item in range(len(value)))
-            pairs = zip(places, value, strict=True)
-            out[key] = type(value)(values.get(slot, x) for slot, x in pairs)
-        else:
-            out[key] = values.get(Slot(place, index, key), value)
-    return out
 
 
 def refuse_changes(
     optimizer: torch.optim.Optimizer,
     double: torch.optim.Optimizer,
     stand_ins: Mapping[int, torch.Tensor],
+    before: Mapping[Slot, str],
 ) -> None:
     """Raise PlanError for what a step did to state and groups that no graph gives:
-    another number of values, values of no parameter, plain values inside of others."""
+    another number of values, values of no parameter, plain values inside of others.
+    ``before``: the texts, before the step, of values that are no tensors, numbers or
+    flags."""
     traced_ids = {id(x) for x in stand_ins.values()}
     for p in double.state:
         if id(p) not in traced_ids:
             name = repr(p) if isinstance(p, str) else "of another tensor"
             raise unseen(optimizer, f"keeps state that belongs to no parameter, {name}")
-    before, after = dict(slots(optimizer)), slots_of(double, stand_ins)
-    for slot, x in before.items():
+    plain, after = dict(slots(optimizer)), slots_of(double, stand_ins)
+    for slot in plain:
         traced = slot.place == "group" or slot.index in stand_ins
         if traced and slot not in after:
             raise unseen(optimizer, f"takes {slot.key!r} away")
-        if traced and not (is_number(x) or is_flag(x)):
-            is_tensor = isinstance(x, torch.Tensor)
-            if not is_tensor and text_of(x) != text_of(after[slot]):
-                raise unseen(optimizer, f"changes what is inside of {slot.key!r}")
+        if traced and slot in before and before[slot] != text_of(after[slot]):
+            raise unseen(optimizer, f"changes what is inside of {slot.key!r}")
     for slot, x in after.items():
         refuse_inside(optimizer, slot.key, x)
-        if slot not in before and slot.item is not None:
+        if slot not in plain and slot.item is not None:
             raise unseen(optimizer, f"makes {slot.key!r}, of several values, longer")
 
 
@@ -405,7 +384,7 @@ def _is_in_place(name: str) -> bool:
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def is_flag(x: Any) -> bool:
@@ -469,7 +448,7 @@ def unseen(optimizer: torch.optim.Optimizer, does: str) -> PlanError:
 
 def text_of(value: Any) -> str:
     """Return the text of a plain value, or of plain values in containers; for anything
-    else the name of its class."""
+    else the name of its class, and the plain values among its attributes."""
     if isinstance(value, Mapping):
         pairs = (f"{text_of(k)}: {text_of(x)}" for k, x in value.items())
         return f"{{{', '.join(pairs)}}}"
@@ -477,7 +456,10 @@ def text_of(value: Any) -> str:
         return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, _CONTAINERS):
         return f"[{', '.join(map(text_of, value))}]"
-    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    own = {k: x for k, x in getattr(value, "__dict__", {}).items() if type(x) in _PLAIN}
+    return type(value).__name__ + (text_of(own) if own else "")
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

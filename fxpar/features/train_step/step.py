@@ -16,7 +16,7 @@ any other number becomes one when it is first seen to change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ from fxpar.features.train_step.trace import (
     TracedStep,
     as_tensor,
     loss_of,
-    trace,
 )
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.runtime.caches.program_identity import NamedInput
@@ -135,16 +134,6 @@ class TrainStep:
         return _Stage(self, forward, examples, job)
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """Is a compiled step."""
-
-    step: TracedStep  # the traced step
-    how: StepCall  # the work of the step in addition to forward and backward
-    # The compiled step, called with this rank's parts of its inputs.
-    run: Callable[..., Any]
-
-
 class _Stage:
     """Is a forward with its backward, in a variant for each state of the optimizer."""
 
@@ -163,7 +152,7 @@ class _Stage:
         self.inputs: set[Slot] = set()  # numbers of the groups that are inputs
         self.fixed: set[Slot] = set()  # those that cannot be
         self.last: dict[Slot, Any] = {}  # numbers of the groups when last traced
-        self.variants: dict[Any, list[_Variant]] = {}
+        self.variants: dict[Any, list[TracedStep]] = {}
 
     def __call__(self, *args: Any) -> Any:
         optimizer = self.owner.optimizer
@@ -172,16 +161,16 @@ class _Stage:
         places = self._places(args)
         how = self._step_call(args)
         slot_values = dict(slots(optimizer))
-        variant = self._find(slot_values, places, how)
-        if variant is None:
+        step = self._find(slot_values, places, how)
+        if step is None:
             refuse_unseen(optimizer)
             if how.updates:
                 prepare(optimizer, [args[i] for i in self.reached])
             slot_values = dict(slots(optimizer))
-            variant = self._find(slot_values, places, how)
-            if variant is None:
-                variant = self._make(args, places, slot_values, how)
-        return self._run(variant, args, slot_values)
+            step = self._find(slot_values, places, how)
+            if step is None:
+                step = self._make(args, places, slot_values, how)
+        return self._run(step, args, slot_values)
 
     def _step_call(self, args: Sequence[Any]) -> StepCall:
         """Return what this call does. Gradients of zero are made for parameters that
@@ -255,15 +244,12 @@ class _Stage:
 
     def _find(
         self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
-    ) -> _Variant | None:
-        """Return a variant that was traced for the same state and numbers, None if
-        there is none."""
-        for variant in self.variants.get(self._key(slot_values, places, how), ()):
-            if all(
-                answer.has_same_answer(slot_values[answer.slot])
-                for answer in variant.step.answers
-            ):
-                return variant
+    ) -> TracedStep | None:
+        """Return a step that was traced for the same state and numbers, None if there
+        is none."""
+        for step in self.variants.get(self._key(slot_values, places, how), ()):
+            if all(x.has_same_answer(slot_values[x.slot]) for x in step.answers):
+                return step
         return None
 
     def _make(
@@ -272,24 +258,21 @@ class _Stage:
         places: Mapping[int, int],
         slot_values: Mapping[Slot, Any],
         how: StepCall,
-    ) -> _Variant:
-        """Trace and compile a variant, and keep it."""
+    ) -> TracedStep:
+        """Trace and compile a step, and keep it."""
         with refusing_data(self.forward.module):
             step = self._trace(places, slot_values, how)
         values = [*args, *(slot_values[slot] for slot in step.read)]
         refuse_shared_memory(step.ends, values, step.written)
-        rest_specs = {}
-        for k, (slot, shape) in enumerate(
-            zip(step.result_slots, step.shapes, strict=True)
-        ):
-            spec = spec_of(self._holder(slot, shape))
-            if spec is not None:
-                rest_specs[step.count + k] = spec
-        variant = _Variant(step, how, self._compiled(step, rest_specs))
-        self.variants.setdefault(self._key(slot_values, places, how), []).append(
-            variant
-        )
-        return variant
+        new = zip(step.result_slots, step.shapes, strict=True)
+        specs = [spec_of(self._holder(slot, shape)) for slot, shape in new]
+        rest_specs = {
+            step.count + k: spec for k, spec in enumerate(specs) if spec is not None
+        }
+        step.run = self._compiled(step, rest_specs)
+        key = self._key(slot_values, places, how)
+        self.variants.setdefault(key, []).append(step)
+        return step
 
     def _compiled(
         self, step: TracedStep, rest_specs: Mapping[int, Spec]
@@ -355,8 +338,8 @@ class _Stage:
             if self._is_input(slot, x)
             and (slot.place == "group" or slot.index in places)
         }
-        owner = self.owner
-        return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
+        optimizer = self.owner.optimizer
+        return TracedStep(self.forward, self.examples, optimizer, places, numbers, how)
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
         """Warn that numbers are constants of the compiled step."""
@@ -369,11 +352,11 @@ class _Stage:
         )
 
     def _run(
-        self, variant: _Variant, args: Sequence[Any], slot_values: Mapping[Slot, Any]
+        self, step: TracedStep, args: Sequence[Any], slot_values: Mapping[Slot, Any]
     ) -> Any:
-        """Run a variant on this rank's parts, update the optimizer, and return the
-        results of the forward."""
-        step, how, owner = variant.step, variant.how, self.owner
+        """Run a step on this rank's parts, update the optimizer, and return the results
+        of the forward."""
+        how, owner = step.how, self.owner
         scales = owner.options.has_scaler
         gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
@@ -384,7 +367,7 @@ class _Stage:
                 one = torch.ones((), device=args[self.forward.trained[0]].device)
                 values.append(scaler.scale(one))
             parts = (x.to_local() if isinstance(x, DTensor) else x for x in values)
-            results = variant.run(*parts)
+            results = step.run(*parts)
         if how.updates:
             owner.gradients = {}
             written = [args[i] for i in self.forward.trained]
@@ -467,8 +450,9 @@ def refuse_shared_memory(
     graph takes each as a separate value, so the other would not change with it."""
     extents = [_extent(x) for x in args]
     for i in sorted(written):
-        for j, extent in enumerate(extents):
-            if i == j or not _has_overlap(extents[i], extent):
+        storage, first, last = extents[i] or (0, 0, -1)
+        for j, (other, begin, end) in enumerate(x or (-1, 0, -1) for x in extents):
+            if i == j or storage != other or first > end or begin > last:
                 continue
             raise PlanError(
                 f"{ends[i].name} and {ends[j].name} share memory, and the step writes "
@@ -486,19 +470,6 @@ def _extent(x: Any) -> tuple[int, int, int] | None:
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     first = x.data_ptr()
     return x.untyped_storage().data_ptr(), first, first + reach * x.element_size()
-
-
-def _has_overlap(
-    a: tuple[int, int, int] | None, b: tuple[int, int, int] | None
-) -> bool:
-    """Return whether two extents share memory."""
-    return (
-        a is not None
-        and b is not None
-        and a[0] == b[0]
-        and a[1] <= b[2]
-        and b[1] <= a[2]
-    )
 
 
 def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import parameters_of
 from fxpar.errors import OptionError, PlanError
 from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, spec_of
 from fxpar.features.train_step.optimizer import (
@@ -39,6 +40,7 @@ from fxpar.features.train_step.optimizer import (
     slots_of,
     stand_in,
     step_of,
+    text_of,
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.graph.builder import keep_meta
@@ -166,135 +168,211 @@ def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterato
                 x.copy_(torch.where(bad > 0, old, x))
 
 
-@dataclass
-class Findings:
-    """Collects what the trace of a step learns of it."""
+class TracedStep:
+    """Is a traced step, and what its trace learned of it.
 
-    count: int = 0  # results of the forward; the first is the loss
-    # Slots that the step gives new values.
-    result_slots: list[Slot] = field(default_factory=list)
-    # Values that the step gives whatever its inputs are.
-    fixed: dict[Slot, Any] = field(default_factory=dict)
-    # Comparisons that the optimizer made of numbers.
-    answers: list[TracedComparison] = field(default_factory=list)
-    # Numbers that the step changes though they are no inputs, so that it holds for one
-    # step only.
-    counted: set[Slot] = field(default_factory=set)
-
-
-@dataclass(kw_only=True)
-class TracedStep(Findings):
-    """Is a traced step."""
-
-    # Its inputs: those of the forward, ``read``, gradients of earlier calls and the
-    # scale as ``StepCall`` says. Its results: ``count`` of the forward, new values of
-    # ``result_slots``, and, where the loss is scaled, a number that is positive if a
-    # gradient is not finite.
-    module: fx.GraphModule
-    read: tuple[Slot, ...]  # slots of the optimizer that it reads
-    ends: tuple[NamedInput, ...]  # name, kind and layout of each input
-    fakes: tuple[Any, ...]  # fake values of its inputs
-    written: frozenset[int]  # positions of inputs that it writes
-    shapes: tuple[tuple[int, ...], ...]  # global shapes of the new values
-
-
-def trace(
-    forward: Forward,
-    args: Sequence[Any],
-    optimizer: torch.optim.Optimizer,
-    places: Mapping[int, int],
-    numbers: Mapping[Slot, Any],
-    how: StepCall,
-) -> TracedStep:
-    """Trace one step.
-
-    ``args``: of the forward. ``places``: by the position of a parameter in the
-    optimizer, its position among ``args``. ``numbers``: those that become inputs, with
-    their values.
-
-    Raises PlanError naming what the optimizer does that cannot be traced.
+    Its inputs: those of the forward, ``read``, gradients of earlier calls and the scale
+    as ``StepCall`` says. Its results: ``count`` of the forward, new values of
+    ``result_slots``, and, where the loss is scaled, a number that is positive if a
+    gradient is not finite.
     """
-    mode, findings = _torch.fake.new_fake_mode(symbols=True), Findings()
-    read = _read(optimizer, places, numbers) if how.updates else {}
-    scales = [torch.ones((), device="cpu")] * how.options.has_scaler
-    extra_inputs = [*(args[i] for i in how.accumulated), *scales]
-    fakes = [
-        fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *extra_inputs)
-    ]
 
-    def step(*flat: Any) -> list[torch.Tensor]:
-        forward_args, trailing = list(flat[: len(args)]), iter(flat[len(args) :])
-        values = {slot: next(trailing) for slot in read}
+    def __init__(
+        self,
+        forward: Forward,
+        args: Sequence[Any],
+        optimizer: torch.optim.Optimizer,
+        places: Mapping[int, int],
+        numbers: Mapping[Slot, Any],
+        how: StepCall,
+    ) -> None:
+        """Trace one step.
+
+        ``args``: of the forward. ``places``: by the position of a parameter in the
+        optimizer, its position among ``args``. ``numbers``: those that become inputs,
+        with their values.
+
+        Raises PlanError naming what the optimizer does that cannot be traced.
+        """
+        self.forward, self.optimizer, self.places = forward, optimizer, places
+        self.numbers, self.how, self.args = numbers, how, len(args)
+        # The compiled step, called with this rank's parts of its inputs.
+        self.run: Any = None
+        self.count = 0  # results of the forward; the first is the loss
+        # Slots that the step gives new values.
+        self.result_slots: list[Slot] = []
+        # Values that the step gives whatever its inputs are.
+        self.fixed: dict[Slot, Any] = {}
+        # Comparisons that the optimizer made of numbers.
+        self.answers: list[TracedComparison] = []
+        # Numbers that the step changes though they are no inputs, so that it holds for
+        # one step only.
+        self.counted: set[Slot] = set()
+        # Values of the optimizer that it reads as inputs, by slot.
+        read = {
+            slot: x
+            for slot, x in (slots(optimizer) if how.updates else ())
+            if (slot.place == "group" or slot.index in places)
+            and (isinstance(x, torch.Tensor) or slot in numbers)
+        }
+        self.read = tuple(read)
+        scales = [torch.ones((), device="cpu")] * how.options.has_scaler
+        extra = [*map(as_tensor, read.values()), *(args[i] for i in how.accumulated)]
+        mode = _torch.fake.new_fake_mode(symbols=True)
+        # Fake values of its inputs.
+        self.fakes = tuple(fake_of(x, mode) for x in (*args, *extra, *scales))
+        self.module = _torch.aot.trace_flat(self._step, self.fakes, mode)
+        _tidy(self.module)
+        keep_meta(self.module.graph)
+        ends = [self._end(slot, x) for slot, x in read.items()]
+        for parameter in (forward.ends[i] for i in how.accumulated):
+            name = f"gradient.{parameter.name}"
+            ends.append(NamedInput(name, "buffer", parameter.at_rest))
+        ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
+        # Name, kind and layout of each input.
+        self.ends = (*forward.ends, *ends)
+        # Positions of inputs that it writes.
+        self.written = frozenset(
+            i
+            for i, x in enumerate(self.fakes[: self.args + len(read)])
+            if isinstance(x, torch.Tensor) and _torch.objects.version_of(x)
+        )
+        results = self.module.graph.output_node().args[0][self.count :]
+        pairs = zip(results, self.result_slots, strict=False)
+        # Global shapes of the new values.
+        self.shapes = tuple(tuple(node.meta["val"].shape) for node, _ in pairs)
+
+    def _step(self, *flat: Any) -> list[torch.Tensor]:
+        """Run one step on inputs; what is learned of it is noted."""
+        how, trained = self.how, self.forward.trained
+        forward_args, trailing = list(flat[: self.args]), iter(flat[self.args :])
+        inputs = {slot: next(trailing) for slot in self.read}
         accumulated = {i: next(trailing) for i in how.accumulated}
         scale = next(trailing, None)
-        for i in forward.trained:
+        for i in trained:
             forward_args[i] = forward_args[i].detach().requires_grad_()
-        results = _differentiate(forward, forward_args, how.options.accumulate, scale)
-        findings.count = len(results)
-        rest_specs = {
-            i: forward.ends[i].at_rest for i in forward.trained if how.averages
-        }
+        calls = how.options.accumulate
+        results = _differentiate(self.forward, forward_args, calls, scale)
+        self.count = len(results)
+        rest_specs = {i: self.forward.ends[i].at_rest for i in trained if how.averages}
         average(forward_args, rest_specs, in_parts=True)
         add_accumulated(forward_args, accumulated, write=not how.updates)
         if not how.updates:
             _stamp("update")
             return results
         average(forward_args, rest_specs, in_parts=False)  # once for all calls
-        bad = None if scale is None else unscale(forward_args, places.values(), scale)
-        written = [forward_args[i] for i in places.values()]
-        written += [x for slot, x in values.items() if slot not in numbers]
+        updated = self.places.values()
+        bad = None if scale is None else unscale(forward_args, updated, scale)
+        written = [forward_args[i] for i in updated]
+        written += [x for slot, x in inputs.items() if slot not in self.numbers]
         with unless(bad, written):
-            new_values = _update(
-                forward,
-                forward_args,
-                optimizer,
-                places,
-                values,
-                numbers,
-                how.options.clip,
-                findings,
-            )
+            new_values = self._update(forward_args, inputs)
         _stamp("update")
         return [*results, *new_values, *([] if bad is None else [bad])]
 
-    module = _torch.aot.trace_flat(step, fakes, mode)
-    _tidy(module)
-    keep_meta(module.graph)
-    results = module.graph.output_node().args[0][findings.count :][
-        : len(findings.result_slots)
-    ]
-    ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
-    for parameter in (forward.ends[i] for i in how.accumulated):
-        name = f"gradient.{parameter.name}"
-        ends.append(NamedInput(name, "buffer", parameter.at_rest))
-    ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
-    return TracedStep(
-        **vars(findings),
-        module=module,
-        read=tuple(read),
-        ends=(*forward.ends, *ends),
-        fakes=tuple(fakes),
-        written=frozenset(
-            i
-            for i, x in enumerate(fakes[: len(args) + len(read)])
-            if isinstance(x, torch.Tensor) and _torch.objects.version_of(x)
-        ),
-        shapes=tuple(tuple(node.meta["val"].shape) for node in results),
-    )
+    def _update(
+        self, forward_args: Sequence[Any], inputs: Mapping[Slot, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Clip and let the optimizer step; return new values it does not write in
+        place."""
+        optimizer, places, numbers = self.optimizer, self.places, self.numbers
+        count = len(parameters_of(optimizer))
+        leaves = [
+            forward_args[places[i]] if i in places else None for i in range(count)
+        ]
+        values = {slot: self._as_read(slot, x, leaves) for slot, x in inputs.items()}
+        double, stand_ins = stand_in(optimizer, leaves, values)
+        flags = {
+            slot: x for slot, x in slots_of(double, stand_ins).items() if is_flag(x)
+        }
+        by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
+        narrow = {
+            id(x): inputs[slot]
+            for slot, x in values.items()
+            if slot not in numbers and x is not inputs[slot]
+        }
+        mode, clip = Numbers(by_id, narrow), self.how.options.clip
+        # Before the step, as an object that both optimizers have is written to once.
+        before, plain = attributes(optimizer), dict(slots(optimizer))
+        texts = {
+            slot: text_of(x)
+            for slot, x in plain.items()
+            if not (isinstance(x, torch.Tensor) or is_number(x) or is_flag(x))
+        }
+        with torch.no_grad(), _torch.aot.as_compiling():
+            if clip is not None:
+                trained = [forward_args[i] for i in self.forward.trained]
+                torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
+            try:
+                with mode, choosing(optimizer):
+                    step_of(optimizer)(double)
+            except Exception as error:
+                raise _untraceable(optimizer, error) from error
+            if attributes(double) != before:
+                raise _counts(optimizer, before, attributes(double))
+            self.answers = mode.answers
+            self.counted |= {
+                slot
+                for slot, x in slots(double)
+                if slot.place == "group" and is_number(x) and plain.get(slot) != x
+            }
+            refuse_changes(optimizer, double, stand_ins, texts)
+            return self._results(slots_of(double, stand_ins), inputs, values | flags)
 
+    def _as_read(
+        self, slot: Slot, x: torch.Tensor, leaves: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return what the stand-in gets for an input.
 
-def _read(
-    optimizer: torch.optim.Optimizer,
-    places: Mapping[int, int],
-    numbers: Mapping[Slot, Any],
-) -> dict[Slot, Any]:
-    """Return the values that the optimizer's step reads as inputs, by slot."""
-    return {
-        slot: x
-        for slot, x in slots(optimizer)
-        if (slot.place == "group" or slot.index in places)
-        and (isinstance(x, torch.Tensor) or slot in numbers)
-    }
+        A number is copied, since its value before the step is compared and the one
+        after it is a result. A number that state keeps in a tensor comes in the
+        precision that Python computes with, as ``item()`` would give it.
+        """
+        if slot in self.numbers:
+            return x.clone()
+        if slot.place == "state" and not x.dim() and x.is_floating_point():
+            holder = leaves[slot.index]
+            if slot.key == "step" or (holder is not None and holder.dim()):
+                return x.to(NUMBER)
+        return x
+
+    def _results(
+        self,
+        after: Mapping[Slot, Any],
+        inputs: Mapping[Slot, torch.Tensor],
+        before: Mapping[Slot, Any],
+    ) -> list[torch.Tensor]:
+        """Write state that is an input, and return the other values of the stand-in
+        that differ from those it was given (``before``)."""
+        new_values, plain = [], dict(slots(self.optimizer))
+        for slot, x in after.items():
+            old = before.get(slot)
+            if slot in self.numbers:
+                is_other = x is not old
+                if is_other or _torch.objects.version_of(x) > 0:
+                    self.result_slots.append(slot)
+                    new_values.append(as_tensor(x).to(NUMBER))
+            elif not isinstance(x, torch.Tensor):
+                is_new = slot not in plain or (is_flag(x) and x is not old)
+                if is_new or (slot.place == "state" and is_number(x)):
+                    self.fixed[slot] = x
+            elif old is None:
+                self.result_slots.append(slot)
+                new_values.append(x.detach())
+            elif x is not inputs[slot]:
+                inputs[slot].copy_(x)
+        return new_values
+
+    def _end(self, slot: Slot, x: Any) -> NamedInput:
+        """Return the input for a slot: state has its parameter's name, and its own
+        spec."""
+        key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
+        if slot.place == "state":
+            parameter = self.forward.ends[self.places[slot.index]].name
+            return NamedInput(f"optimizer.{parameter}.{key}", "buffer", spec_of(x))
+        several = len(self.optimizer.param_groups) > 1
+        group = f".{slot.index}" if several else ""
+        return NamedInput(f"optimizer{group}.{key}", "input")
 
 
 def as_tensor(x: Any) -> torch.Tensor:
@@ -373,116 +451,6 @@ def loss_of(results: Any, forward: Forward) -> torch.Tensor:
     return loss
 
 
-def _update(
-    forward: Forward,
-    forward_args: Sequence[Any],
-    optimizer: torch.optim.Optimizer,
-    places: Mapping[int, int],
-    inputs: Mapping[Slot, torch.Tensor],
-    numbers: Mapping[Slot, Any],
-    clip: float | None,
-    findings: Findings,
-) -> list[torch.Tensor]:
-    """Clip and let the optimizer step; return new values it does not write in place."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
-    values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
-    double, stand_ins = stand_in(optimizer, leaves, values)
-    flags = {slot: x for slot, x in slots_of(double, stand_ins).items() if is_flag(x)}
-    by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
-    narrow = {
-        id(x): inputs[slot]
-        for slot, x in values.items()
-        if slot not in numbers and x is not inputs[slot]
-    }
-    mode = Numbers(by_id, narrow)
-    with torch.no_grad(), _torch.aot.as_compiling():
-        if clip is not None:
-            trained = [forward_args[i] for i in forward.trained]
-            torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
-        try:
-            with mode, choosing(optimizer):
-                step_of(optimizer)(double)
-        except Exception as error:
-            raise _untraceable(optimizer, error) from error
-        if attributes(double) != attributes(optimizer):
-            raise _counts(optimizer, double)
-        findings.answers = mode.answers
-        plain = dict(slots(optimizer))
-        for slot, x in slots(double):
-            if slot.place == "group" and is_number(x) and plain.get(slot) != x:
-                findings.counted.add(slot)
-        refuse_changes(optimizer, double, stand_ins)
-        return _results(double, stand_ins, inputs, values | flags, numbers, findings)
-
-
-def _as_read(
-    slot: Slot,
-    x: torch.Tensor,
-    numbers: Mapping[Slot, Any],
-    leaves: Sequence[torch.Tensor | None],
-) -> torch.Tensor:
-    """Return what the stand-in gets for an input.
-
-    A number is copied, since its value before the step is compared and the one after it
-    is a result. A number that state keeps in a tensor comes in the precision that
-    Python computes with, as ``item()`` would give it.
-    """
-    if slot in numbers:
-        return x.clone()
-    if slot.place == "state" and not x.dim() and x.is_floating_point():
-        holder = leaves[slot.index]
-        if slot.key == "step" or (holder is not None and holder.dim()):
-            return x.to(NUMBER)
-    return x
-
-
-def _results(
-    double: torch.optim.Optimizer,
-    stand_ins: Mapping[int, torch.Tensor],
-    inputs: Mapping[Slot, torch.Tensor],
-    values: Mapping[Slot, Any],
-    numbers: Mapping[Slot, Any],
-    findings: Findings,
-) -> list[torch.Tensor]:
-    """Write state that is an input, and return the other values of the stand-in that
-    differ from those it was given (``values``)."""
-    new_values = []
-    for slot, x in slots_of(double, stand_ins).items():
-        before = values.get(slot)
-        if slot in numbers:
-            is_other = x is not before
-            if is_other or _torch.objects.version_of(x) > 0:
-                findings.result_slots.append(slot)
-                new_values.append(as_tensor(x).to(NUMBER))
-        elif not isinstance(x, torch.Tensor):
-            is_new_flag = is_flag(x) and (slot not in values or x is not before)
-            if is_new_flag or (slot.place == "state" and is_number(x)):
-                findings.fixed[slot] = x
-        elif before is None:
-            findings.result_slots.append(slot)
-            new_values.append(x.detach())
-        elif x is not inputs[slot]:
-            inputs[slot].copy_(x)
-    return new_values
-
-
-def _end(
-    slot: Slot,
-    x: Any,
-    forward: Forward,
-    places: Mapping[int, int],
-    optimizer: torch.optim.Optimizer,
-) -> NamedInput:
-    """Return the input for a slot: state has its parameter's name, and its own spec."""
-    key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
-    if slot.place == "state":
-        name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
-        return NamedInput(name, "buffer", spec_of(x))
-    group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
-    return NamedInput(f"optimizer{group}.{key}", "input")
-
-
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
     """Return the error for an optimizer whose step cannot be traced."""
     kind = type(optimizer).__name__
@@ -499,10 +467,11 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
 
 
 def _counts(
-    optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
 ) -> PlanError:
     """Return the error for an optimizer whose step changes one of its attributes."""
-    before, after = attributes(optimizer), attributes(double)
     changed = [key for key in after if after[key] != before.get(key, after)]
     return PlanError(
         f"the step of {type(optimizer).__name__} changes its attribute {changed[0]!r}, "

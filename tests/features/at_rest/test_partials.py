@@ -43,6 +43,8 @@ def norms(mesh: str | None) -> dict[str, torch.Tensor]:
         out[f"{name} {order} {dim} {keep}"] = made
     narrow = torch.linalg.vector_norm(model.split.detach(), dtype=torch.float64)
     out["dtype"] = narrow.full_tensor() if mesh else narrow
+    tiny = torch.linalg.vector_norm(model.split.detach().half() * 2.0**-14)
+    out["squares below the least number"] = tiny.full_tensor() if mesh else tiny
     return out
 
 

@@ -26,10 +26,10 @@ from fxpar.errors import (
     OptionError,
     ShardError,
 )
-from fxpar.features.at_rest.homes import (
+from fxpar.features.at_rest.shard import is_sharded
+from fxpar.features.at_rest.sharded_modules import (
     Home,
 )
-from fxpar.features.at_rest.shard import is_sharded
 from fxpar.runtime.ranks.groups import HOME
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import whole

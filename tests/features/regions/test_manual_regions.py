@@ -58,6 +58,23 @@ def test_a_scatter_on_another_dim_is_one_collective() -> None:
     assert sent(plan) == [("reduce_scatter", [1]), ("all_gather", [1])]
 
 
+def test_a_dim_may_be_counted_from_the_end() -> None:
+    plan = planned(
+        lambda x: collectives.reduce_scatter_tensor(x.sin(), "sum", -1, "tp").cos(),
+        (("tp",),),
+        ((None, None, "tp"),),
+        True,
+    )
+    assert sent(plan) == [("reduce_scatter", [2]), ("all_gather", [2])]
+
+
+def test_pieces_without_rows_stay_as_they_are() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.cat([x[:, 8:], x[:, 8:]], 0).sum()
+
+    assert sent(planned(fn, SPLIT, SPLIT)) == []
+
+
 def test_pieces_in_another_order_stay_as_they_are() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         whole = collectives.all_gather_tensor(x, 0, "tp")

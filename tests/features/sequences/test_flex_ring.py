@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import (
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.features.sequences import local_flex
-from fxpar.features.sequences.flex_ring import FlexRing
+from fxpar.features.sequences.overlap_attention import FlexRing
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
+from fxpar.features.stages.assign_stages import home_of
 from fxpar.features.stages.lay_out_stages import PLACE
 from fxpar.features.stages.program_at_place import program_at
-from fxpar.features.stages.stage_kinds import home_of
 from fxpar.graph import pipeline_ops
 from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.simulate.simulate_step import predict_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ class CountInDict(Scaled):
     def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
         self.notes["done"] += 1
         return self.notes["done"]
+
+
+class CountInObject(Scaled):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.tracker = SimpleNamespace(done=0)
+
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
+        self.tracker.done += 1
+        return self.tracker.done
 
 
 class TensorAttribute(Scaled):
@@ -98,6 +109,23 @@ class Nested(Scaled):
         return inside["m"].add_(1)
 
 
+class CountInsideOfState(Scaled):
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
+        notes = self.state[p].setdefault("notes", {"done": 0})
+        notes["done"] += 1
+        return notes["done"]
+
+
+class CountInObjectOfGroup(Scaled):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["tracker"] = SimpleNamespace(done=0)
+
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
+        group["tracker"].done += 1
+        return group["tracker"].done
+
+
 class FlagOfState(Scaled):
     def factor(self, p: torch.Tensor, group: dict[str, Any]) -> Any:
         self.state[p]["odd"] = not self.state[p].get("odd", False)
@@ -131,12 +159,15 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     [
         (PrivateCount, "changes its attribute '_done'"),
         (CountInDict, "changes its attribute 'notes'"),
+        (CountInObject, "changes its attribute 'tracker'"),
         (TensorAttribute, "keeps an object of Tensor in its attribute 'scale'"),
         (Wraps, "keeps an object of SGD in its attribute 'inner'"),
         (Drops, "takes 'once' away"),
         (OfNoParameter, "keeps state that belongs to no parameter, 'done'"),
         (History, "makes 'history', of several values, longer"),
         (Nested, "keeps tensors inside of 'inside' of its state"),
+        (CountInsideOfState, "changes what is inside of 'notes'"),
+        (CountInObjectOfGroup, "changes what is inside of 'tracker'"),
     ],
 )
 def test_values_that_no_graph_gives(make: Callable[..., Any], says: str) -> None:
