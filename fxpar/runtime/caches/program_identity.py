@@ -259,25 +259,27 @@ def _is_alike(user: fx.Node, value: Any) -> bool:
         and x.dtype.is_floating_point
     ]
     is_one = isinstance(value, torch.Tensor) and len(tensors) == 1
-    writes = str(getattr(user.target, "__name__", user.target))
-    writes = writes.endswith("_") or writes.startswith("i")
-    return is_one and not (writes and value.dtype in _HALVES)
+    name = str(getattr(user.target, "__name__", user.target))
+    is_in_place = name.endswith("_") or name.startswith("i")
+    return is_one and not (is_in_place and value.dtype in _HALVES)
 
 
 def _compute_by_tensor(node: fx.Node, number: torch.Tensor) -> None:
-    """Let a node that takes a number compute from a tensor of it. Half precision is
-    computed in float32, as it is with a number."""
-    value = example_of(node)
+    """Let a node that takes a number compute from a tensor of it, in the dtype that it
+    computes in with a number: that of its operand, float32 for half precision."""
+    value, graph = example_of(node), node.graph
     if not isinstance(value, torch.Tensor):
         node.meta["example_value"] = number
-    elif value.dtype in _HALVES:
-        graph = node.graph
-        for arg in node.args:
-            if isinstance(arg, fx.Node) and example_of(arg).dtype in _HALVES:
-                with graph.inserting_before(node):
-                    wide = graph.call_method("float", (arg,))
-                wide.meta = {**arg.meta, "example_value": example_of(arg).float()}
-                node.replace_input_with(arg, wide)
+        return
+    is_half = value.dtype in _HALVES
+    wide = torch.float32 if is_half else value.dtype
+    for arg in node.all_input_nodes:
+        if example_of(arg).dtype is not wide:
+            with graph.inserting_before(node):
+                cast = graph.call_method("to", (arg, wide))
+            cast.meta = {**arg.meta, "example_value": example_of(arg).to(wide)}
+            node.replace_input_with(arg, cast)
+    if is_half:
         with graph.inserting_after(node):
             narrow = graph.call_method("to", (node, value.dtype))
         node.replace_all_uses_with(narrow, lambda user: user is not narrow)
