@@ -127,7 +127,8 @@ def values_of_its_own(rank_values: tuple[float, float]) -> None:
 def test_a_float_that_differs_between_ranks() -> None:
     for error in shared_pool(2).errors(values_of_its_own, (0.1, 0.2)):
         assert isinstance(error, InputMismatchError), error
-        assert "input k differs between ranks" in str(error)
+        assert "input self.k differs between ranks" in str(error)
+        assert "or a number, is a global value" in str(error)
 
 
 def warned() -> list[str]:

@@ -33,7 +33,7 @@ from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
-from fxpar.runtime.ranks.patience import Patience, timeout
+from fxpar.runtime.ranks.presence import Patience, timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
 
 # Bytes of one message through the store, which takes 8 MB at most.

@@ -153,12 +153,15 @@ def _is_read_as_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     stays = value.dtype is torch.float64 and all(
         _takes_tensor(item, backwards, computing) for item in items
     )
+    tensors = (x for x in map(example_of, computing) if isinstance(x, torch.Tensor))
+    device = next((x.device for x in tensors), value.device)
     for place, users in readers.items():
         place.meta["example_value"] = value if stays else example_of(items[0])
         for user in users:
-            user.replace_all_uses_with(place)
+            read = _converted(place, user, device, value.dtype) if stays else place
+            user.replace_all_uses_with(read)
     for reader in computing if stays else ():
-        _compute_by_tensor(reader, value)
+        _compute_by_tensor(reader, value.to(device))
     for item in items:
         item.graph.erase_node(item)
     for body in (gm, *gm.modules()) if stays else ():
@@ -274,17 +277,28 @@ def _compute_by_tensor(node: fx.Node, number: torch.Tensor) -> None:
     is_half = value.dtype in _HALVES
     wide = torch.float32 if is_half else value.dtype
     for arg in node.all_input_nodes:
-        if example_of(arg).dtype is not wide:
-            with graph.inserting_before(node):
-                cast = graph.call_method("to", (arg, wide))
-            cast.meta = {**arg.meta, "example_value": example_of(arg).to(wide)}
-            node.replace_input_with(arg, cast)
+        converted = _converted(arg, node, value.device, wide)
+        if converted is not arg:
+            node.replace_input_with(arg, converted)
     if is_half:
         with graph.inserting_after(node):
             narrow = graph.call_method("to", (node, value.dtype))
         node.replace_all_uses_with(narrow, lambda user: user is not narrow)
         narrow.meta = dict(node.meta)
         node.meta["example_value"] = value.float()
+
+
+def _converted(
+    x: fx.Node, reader: fx.Node, device: torch.device, dtype: torch.dtype
+) -> fx.Node:
+    """Return a node before ``reader`` with the tensor ``x`` on a device, in a dtype."""
+    value = example_of(x)
+    if (value.device, value.dtype) == (device, dtype):
+        return x
+    with x.graph.inserting_before(reader):
+        node = x.graph.call_method("to", (x, device, dtype))
+    node.meta = {**reader.meta, "example_value": value.to(device, dtype)}
+    return node
 
 
 def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:

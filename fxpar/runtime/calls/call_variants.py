@@ -58,7 +58,7 @@ from fxpar.runtime.ranks.check_inputs import (
 from fxpar.runtime.ranks.drift import Drift
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
-from fxpar.runtime.ranks.patience import in_call
+from fxpar.runtime.ranks.presence import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line

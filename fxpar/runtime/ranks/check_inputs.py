@@ -225,7 +225,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             f"DistributedSampler(num_replicas={world.places}, rank={world.place})"
         )
     elif dims == 0:
-        fact = f"{what}; a tensor without dims is a global value"
+        fact = f"{what}; a tensor without dims, or a number, is a global value"
         fix = (
             "all_reduce it first, or feed the same value on every rank (Trainer: "
             "average_tokens_across_devices=True, its default)"
