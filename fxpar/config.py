@@ -141,15 +141,20 @@ def read_inductor(value: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(chosen.items()))
 
 
-def read_positive(value: Any) -> float:
-    """Read a number above 0."""
+def _number(value: Any) -> float:
+    """Return a finite number, -1 for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number < math.inf:  # nor is NaN
-        raise ValueError("use a number above 0")
-    return number
+        return -1.0
+    return number if abs(number) < math.inf else -1.0  # nor is NaN
+
+
+def read_positive(value: Any) -> float:
+    """Read a number above 0."""
+    if (number := _number(value)) > 0:
+        return number
+    raise ValueError("use a number above 0")
 
 
 def read_count(value: Any) -> int:
@@ -162,13 +167,9 @@ def read_count(value: Any) -> int:
 
 def read_share(value: Any) -> float:
     """Read a number from 1 on."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if not 1 <= number < math.inf:
-        raise ValueError("use a number from 1 on, or leave it out")
-    return number
+    if (number := _number(value)) >= 1:
+        return number
+    raise ValueError("use a number from 1 on, or leave it out")
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
