@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("propagated")
 MESH = Mesh.parse("dp=2")
 # The steps that run for ``layers``: those of features are left out.
 DENSE = [
-    *("undo_views_around_matmul", "keep_batch_dim", "split_fused_projections"),
-    *("clone_constants", "drop_dead", "look_up_plan", "expand_moments", "plan"),
+    *("undo_views_around_matmul", "keep_batch_dim"),
+    *("drop_dead", "look_up_plan", "expand_moments", "plan"),
     *("insert_reshards", "localize", "schedule", "lower", "sink_waits"),
     *("reshard_after_forward", "describe", "keep_plan"),
 ]

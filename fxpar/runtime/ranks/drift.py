@@ -426,15 +426,15 @@ def _is_far(one: list[float], other: list[float]) -> bool:
 
 
 def _take_due(
-    readings: list[_Reading], taken: list[_Reading] | None = None
+    readings: list[_Reading], in_word: list[_Reading] | None = None
 ) -> list[_Reading]:
     """Return the readings that are due at this call, which then are no longer among
-    ``readings``; they are also put in ``taken``."""
+    ``readings``; they are also put in ``in_word``."""
     now = meetings() + 1
     due = [x for x in readings if x.due <= now]
     readings[:] = [x for x in readings if x.due > now]
-    if taken is not None:
-        taken[:] = due
+    if in_word is not None:
+        in_word[:] = due
     return due
 
 
