@@ -141,5 +141,5 @@ def warned() -> list[str]:
 def test_many_programs_are_warned_of() -> None:
     first, second = shared_pool(2).run(warned)
     assert len(first) == 1 and not second
-    assert "each value of k, a number of Python" in first[0]
+    assert "each value of self.k, a number of Python" in first[0]
     assert "test_changing_floats.py" in first[0]
