@@ -33,9 +33,9 @@ from fxpar.features.regions.manual_regions import on_one_rank, raise_refused
 from fxpar.features.regions.shard_map import mesh_of
 from fxpar.features.train_step.step import TrainStep
 from fxpar.features.train_step.trace import GradientOptions
-from fxpar.runtime import traced_functions
+from fxpar.runtime import tracing
 from fxpar.runtime.caches.program_identity import lean_graph, name_inputs, placeholders
-from fxpar.runtime.calls import compiled_graph, outside_graphs, shared_results
+from fxpar.runtime.calls import compiled_graph, outside_graphs
 from fxpar.runtime.calls.call_variants import (
     FORWARD,
     Calls,
@@ -72,10 +72,10 @@ def fxpar(
         compared = dynamo_graphs.compare_parameters(gm)
         views = []
         if job_options.outputs == "global":
-            views = shared_results.views_of_results(gm)
-        once = shared_results.return_once(gm, views) if views else gm
+            views = compiled_graph.views_of_results(gm)
+        once = compiled_graph.return_once(gm, views) if views else gm
         call = _called(once, examples, job_options, ranks, compile_graph, FORWARD)
-        return compared(shared_results.with_views(gm, views, call) if views else call)
+        return compared(compiled_graph.with_views(gm, views, call) if views else call)
     except FxparError as error:
         return compiled_graph.raiser(error)
 
@@ -143,12 +143,12 @@ def _prepared(
 ) -> fx.GraphModule:
     """Return the Dynamo graph with attention with dropout in a form that can be split;
     in local mode, give its in-place collectives the gradients of eager code."""
-    gm = traced_functions.without_kernels(gm)
+    gm = tracing.without_kernels(gm)
     if ranks.manual is not None:
         take_eager_gradients(gm)
     kinds = {x.device.type for x in examples if isinstance(x, torch.Tensor)}
     with said_by_rank_0(ranks.whole.rank):
-        traced_functions.warn_of_products(gm, kinds)
+        tracing.warn_of_products(gm, kinds)
     return gm
 
 

@@ -11,58 +11,196 @@ unknown name, or a value that an option cannot take, without an OptionError.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fxpar import option_values as values
+from fxpar import _torch
 from fxpar.errors import OptionError
 
 PREFIX = "FXPAR_"
 
-# Every step of ``fxpar.pipeline`` that FXPAR_DISABLE may leave out, in the order they
-# run: first those before planning, then those of the local graph, then those of a
-# separate forward or backward.
-PASSES = (
-    "share_by_speed",
-    "random_by_index",
-    "causal_masks",
-    "find_shifts",
-    "find_backward_scans",
-    "part_repeats",
-    "interleave_rows",
-    "take_rows_in_turn",
-    "join_cuts",
-    "experts_in_place",
-    "undo_views_around_matmul",
-    "keep_batch_dim",
-    "split_fused_projections",
-    "split_fused_experts",
-    "stack_by_dim",
-    "sum_one_hot",
-    "clone_constants",
-    "join_pool_gradients",
-    "expand_moments",
-    "share_exchanges",
-    "keep_sorted",
-    "exact_exchanges",
-    "pair_reductions",
-    "schedule",
-    "sink_waits",
-    "recompute_in_step",
-    "bucket",
-    "start_first",
-    "wait_last",
-    "prefetch",
-    "drain",
-    "fuse_regions",
-    "delay",
-    "outline_layers",
-    "copy_together",
-)
+# Takes what the user wrote, text or not, and returns the value; raises ValueError.
+Reader = Callable[[Any], Any]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the known word most like ``word``, as ``did you mean 'mesh'?``, or ""."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def one_of(*names: str) -> Reader:
+    """Return a reader of one of the names."""
+
+    def read(value: Any) -> str:
+        if value in names:
+            return value
+        hint = nearest(str(value), names)
+        raise ValueError(f"{hint} use {' or '.join(names)}".strip())
+
+    return read
+
+
+def read_level(value: Any) -> int:
+    """Read a number from 0 to 4."""
+    if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
+        return int(value)
+    raise ValueError("use a number from 0 to 4")
+
+
+def read_switch(value: Any) -> bool:
+    """Read whether something is on."""
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    try:
+        return words[str(value).lower()]
+    except KeyError:
+        raise ValueError("use 1 or 0") from None
+
+
+def read_passes(value: Any) -> frozenset[str]:
+    """Read names of steps that may be left out, separated by commas or in a list."""
+    from fxpar.pipeline import STEPS
+
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
+        isinstance(part, str) for part in parts
+    ):
+        raise ValueError("use names separated by commas")
+    names = [part.strip() for part in parts if part.strip()]
+    every = dict.fromkeys(step.name for step in STEPS if step.optional)
+    for name in names:
+        if name not in every:
+            hint = nearest(name, every)
+            raise ValueError(f"{hint} passes are {', '.join(every)}".strip())
+    return frozenset(names)
+
+
+def read_text(value: Any) -> str:
+    """Read text, or a path."""
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    raise ValueError("use text")
+
+
+def read_file(value: Any) -> str:
+    """Read the path of a file that is there."""
+    path = read_text(value)
+    if not Path(path).is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def read_hints(value: Any) -> Any:
+    """Read hints in a mapping, or the path of a file of them."""
+    return value if isinstance(value, Mapping) else read_file(value)
+
+
+# Settings of Inductor that fxpar itself sets, or its passes need, and to what.
+_SET_BY_FXPAR = {
+    "fallback_by_default": False,
+    "freezing": False,
+    "joint_custom_pre_pass": None,
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "selective_decompose": False,
+    "use_joint_graph_passes": True,
+}
+
+
+def read_inductor(value: Any) -> tuple[tuple[str, Any], ...]:
+    """Read settings of Inductor by name: those of a mode, or each as it is given."""
+    if isinstance(value, str):
+        value = one_of(*_torch.inductor.modes())(value)
+        value = _torch.inductor.modes()[value]
+    if not isinstance(value, Mapping):
+        raise ValueError("use a mode of torch.compile, or a mapping of settings")
+    types, chosen = _torch.inductor.setting_types(), {}
+    for written, setting in value.items():
+        name = str(written).replace("-", "_")
+        if name not in types:
+            hint = nearest(name, types) or "torch._inductor.list_options() has them"
+            raise ValueError(f"Inductor has no setting {name!r}: {hint}")
+        if _SET_BY_FXPAR.get(name, setting) != setting:
+            raise ValueError(
+                f"fxpar needs {name}={_SET_BY_FXPAR[name]!r}: leave it out"
+            )
+        if not isinstance(setting, (bool, int, float, str, type(None))):
+            raise ValueError(
+                f"{name!r} takes a number, a text, True, False or None here"
+            )
+        if isinstance(types[name], type) and not isinstance(setting, types[name]):
+            raise ValueError(f"{name!r} takes a {types[name].__name__}")
+        chosen[name] = setting
+    return tuple(sorted(chosen.items()))
+
+
+def _number(value: Any) -> float:
+    """Return a finite number, -1 for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return -1.0
+    return number if abs(number) < math.inf else -1.0  # nor is NaN
+
+
+def read_positive(value: Any) -> float:
+    """Read a number above 0."""
+    if (number := _number(value)) > 0:
+        return number
+    raise ValueError("use a number above 0")
+
+
+def read_count(value: Any) -> int:
+    """Read a whole number from 1 on."""
+    digits = str(value)
+    if isinstance(value, bool) or not digits.isdecimal() or int(digits) < 1:
+        raise ValueError("use a whole number from 1 on")
+    return int(digits)
+
+
+def read_share(value: Any) -> float:
+    """Read a number from 1 on."""
+    if (number := _number(value)) >= 1:
+        return number
+    raise ValueError("use a number from 1 on, or leave it out")
+
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def read_dtype(value: Any) -> str:
+    """Read the name of a floating-point dtype; ``torch.`` may be before it."""
+    name = str(value).removeprefix("torch.")
+    if name in _DTYPES:
+        return name
+    hint = nearest(name, _DTYPES)
+    raise ValueError(f"{hint} use {', '.join(_DTYPES)}".strip())
+
+
+def read_mesh(value: Any) -> Any:
+    """Read text, a Mesh or a DeviceMesh: both have one of these attributes."""
+    if isinstance(value, str) or any(
+        hasattr(value, name) for name in ("axes", "mesh_dim_names")
+    ):
+        return value
+    raise ValueError('write axes as "dp=2,tp=4", or pass a DeviceMesh')
+
+
+def read_plan(value: Any) -> str:
+    """Read how to plan, or the path of a saved plan."""
+    modes = ("propagate", "replicate", "search")
+    word = read_text(value)
+    if word in modes or Path(word).exists():
+        return word
+    hint = nearest(word, modes) or "there is no such file:"
+    raise ValueError(f"{hint} use search, propagate, replicate or a saved plan file")
 
 
 # Variables that no ``options=`` has, since what they say holds for all of a process.
@@ -73,7 +211,7 @@ SWITCHES = {
 
 
 def _option(
-    read: values.Reader,
+    read: Reader,
     default: Any,
     allowed: str,
     about: str,
@@ -92,50 +230,50 @@ class Options:
     """Holds the user's options. ``Options.read`` makes one; ``table`` documents it."""
 
     mesh: Any = _option(
-        values.mesh,
+        read_mesh,
         None,
         "dp=2,tp=4, auto, auto:4x8",
         "mesh axes and sizes; auto: a search chooses them (4x8: nodes, devices of "
         "each); unset: one axis dp of all ranks",
     )
     plan: str = _option(
-        values.plan,
+        read_plan,
         "search",
         "search, propagate, replicate, file",
         "how the sharding is chosen",
     )
     inputs: str = _option(
-        values.choice("global", "local"),
+        one_of("global", "local"),
         "global",
         "global, local",
         "local: each rank feeds its own part of the batch",
     )
     hints: Any = _option(
-        values.hints, None, "file.toml", "sharding hints by parameter or value name"
+        read_hints, None, "file.toml", "sharding hints by parameter or value name"
     )
     hardware: str | None = _option(
-        values.text,
+        read_text,
         None,
         "h100, ..., file",
         "hardware that costs are computed for: a name, or a file of calibrate; "
         "unset: this device",
     )
     measure: bool = _option(
-        values.switch,
+        read_switch,
         True,
         "0, 1",
         "the first start of several CUDA ranks measures their links in two seconds, "
         "where `hardware` is unset; 0: built-in figures",
     )
     schedule: str = _option(
-        values.text,
+        read_text,
         "auto",
         "auto, none, file",
         "edits of compute and collectives after sharding: a schedule's text, or "
         "the file that holds it",
     )
     tune: bool = _option(
-        values.switch,
+        read_switch,
         False,
         "0, 1",
         "1: the few best schedules are measured on the mesh, and the fastest is taken; "
@@ -143,14 +281,14 @@ class Options:
         env=False,
     )
     microbatches: int | None = _option(
-        values.count,
+        read_count,
         None,
         "1, 2, ...",
         "parts that a rank cuts its batch into and computes one after the other; "
         "unset: 1, or with pipeline stages up to 4 for each stage",
     )
     pipeline: str = _option(
-        values.choice(
+        one_of(
             "auto",
             "gpipe",
             "1f1b",
@@ -168,14 +306,14 @@ class Options:
         "a training step, else `gpipe`",
     )
     expert_room: float | None = _option(
-        values.share,
+        read_share,
         None,
         "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
     )
     expert_exchange: str = _option(
-        values.choice("auto", "gather", "all_to_all", "exact"),
+        one_of("auto", "gather", "all_to_all", "exact"),
         "auto",
         "auto, gather, all_to_all, exact",
         "how tokens reach the experts of other ranks: gather: all tokens are "
@@ -184,7 +322,7 @@ class Options:
         "fastest, slots only with expert_room",
     )
     replan: float | None = _option(
-        values.share,
+        read_share,
         None,
         "1.2, ...",
         "where a dynamic size is twice or half of the planned one, plan again, "
@@ -192,13 +330,13 @@ class Options:
         "unset: never",
     )
     codegen: str = _option(
-        values.choice("inductor", "eager"),
+        one_of("inductor", "eager"),
         "inductor",
         "inductor, eager",
         "eager: run the local graph op by op",
     )
     inductor: tuple[tuple[str, Any], ...] = _option(
-        values.inductor,
+        read_inductor,
         (),
         '"max-autotune", {"max_autotune": True}',
         "how Inductor compiles: a mode of `torch.compile`, which `mode=` gives too, or "
@@ -206,14 +344,14 @@ class Options:
         env=False,
     )
     debug: int = _option(
-        values.level,
+        read_level,
         0,
         "0 to 4",
         "print 1 the summary, 2 the plan, 3 local graph, 4 all",
         shared=False,
     )
     progress: bool = _option(
-        values.switch,
+        read_switch,
         True,
         "0, 1",
         "rank 0 prints progress where planning or compiling takes seconds, and "
@@ -222,36 +360,36 @@ class Options:
         shared=False,
     )
     dump: str | None = _option(
-        values.text,
+        read_text,
         None,
         "directory",
         "write every stage of every graph there",
         shared=False,
     )
     disable: frozenset[str] = _option(
-        values.passes(*PASSES),
+        read_passes,
         frozenset(),
         "names",
         "passes to leave out, separated by commas",
     )
     strict: bool = _option(
-        values.switch, False, "0, 1", "raise on an op without a rule instead of warning"
+        read_switch, False, "0, 1", "raise on an op without a rule instead of warning"
     )
     verify: bool = _option(
-        values.switch,
+        read_switch,
         False,
         "0, 1",
         "simulate all ranks and compare with one device, once per graph",
     )
     timeout: float = _option(
-        values.positive,
+        read_positive,
         30.0,
         "seconds",
         "how long ranks wait for the store, and inside a call for a rank that is idle",
         shared=False,
     )
     late_timeout: float = _option(
-        values.positive,
+        read_positive,
         600.0,
         "seconds",
         "how long ranks wait for a rank that is late for the next call and idle; "
@@ -259,31 +397,31 @@ class Options:
         shared=False,
     )
     param_dtype: str | None = _option(
-        values.dtype,
+        read_dtype,
         None,
         "bfloat16, ...",
         "dtype of sharded parameters and inputs in the program, cast before the gather",
         env=False,
     )
     reduce_dtype: str | None = _option(
-        values.dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
+        read_dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
     )
     reshard_after_forward: bool = _option(
-        values.switch,
+        read_switch,
         True,
         "0, 1",
         "0: gathered parameters are kept for the backward",
         env=False,
     )
     search_seconds: float = _option(
-        values.positive,
+        read_positive,
         30.0,
         "seconds of work",
         "how long a search may solve at most",
         env=False,
     )
     fuse: str = _option(
-        values.choice("none", "interpret", "triton"),
+        one_of("none", "interpret", "triton"),
         "none",
         "none, interpret, triton",
         "run collectives and the compute around them as one op: by generated "
@@ -291,10 +429,10 @@ class Options:
         env=False,
     )
     cache_plans: bool = _option(
-        values.switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
+        read_switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
     )
     memory: float | None = _option(
-        values.positive,
+        read_positive,
         None,
         "bytes",
         "most memory that a searched plan may use on a rank; unset: the "
@@ -302,7 +440,7 @@ class Options:
         env=False,
     )
     outputs: str = _option(
-        values.choice("global", "dtensor"),
+        one_of("global", "dtensor"),
         "global",
         "global, dtensor",
         "dtensor: results are DTensors, placed as the plan has them",
@@ -324,7 +462,7 @@ class Options:
         names = [row.name for row in fields(cls)]
         unknown = [key for key in options_given if key not in names]
         if unknown:
-            hints = [values.nearest(str(key), names) for key in unknown]
+            hints = [nearest(str(key), names) for key in unknown]
             raise OptionError(
                 f"unknown option {', '.join(map(repr, unknown))}",
                 fix=" ".join([*filter(None, hints), f"options are {', '.join(names)}"]),
@@ -401,7 +539,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name.startswith(PREFIX) and name not in variables:
             hint = (
-                values.nearest(name, filter(None, variables))
+                nearest(name, filter(None, variables))
                 or "docs/reference/options.md lists them"
             )
             raise OptionError(f"variable {name} is not one of fxpar's", fix=hint)

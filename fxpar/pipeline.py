@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,6 @@ from fxpar.runtime.steps import (
     plan_steps,
     tune_schedule,
 )
-from fxpar.runtime.steps.compare_places import compare_places
 from fxpar.runtime.steps.pipeline_state import (
     JointState,
     PhaseState,
@@ -59,6 +59,8 @@ from fxpar.runtime.steps.pipeline_state import (
     RankState,
     on_cpu_by_default,
 )
+from fxpar.sharding.op_facts import name_of
+from fxpar.sharding.ops import FACTS
 from fxpar.sharding.plan_request import Request
 
 
@@ -68,6 +70,20 @@ def _always(name: str, run: Run, stage: str = "", when: When | None = None) -> P
 
 def _is_for_inductor(_: Collection[str], state: PipelineState) -> bool:
     return state.inductor
+
+
+def has_fact(fact: str) -> When:
+    """Return whether a graph calls an op whose row states a fact."""
+
+    @cache
+    def ops() -> frozenset[str]:
+        stated = (op for op, facts in FACTS.items() if facts.get(fact))
+        return frozenset(
+            op.replace("::", ".") if isinstance(op, str) else name_of(op)
+            for op in stated
+        )
+
+    return lambda names, _: not ops().isdisjoint(names)
 
 
 def _place(name: str) -> int:
@@ -87,11 +103,19 @@ JOINT = with_features(
             ),
         ),
         Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
-        Pass("keep_batch_dim", plan_steps.split_batch),
-        Pass("split_fused_projections", of_build(normalize.split_fused_projections)),
+        Pass("keep_batch_dim", plan_steps.split_batch, when=has_fact("reshapes")),
+        Pass(
+            "split_fused_projections",
+            of_build(normalize.split_fused_projections),
+            when=has_fact("splits"),
+        ),
         Pass("stack_by_dim", of_build(normalize.stack_by_dim), when=has("aten.cat")),
         Pass("sum_one_hot", of_build(normalize.sum_one_hot), when=has("aten.scatter")),
-        Pass("clone_constants", of_build(normalize.clone_constants)),
+        Pass(
+            "clone_constants",
+            of_build(normalize.clone_constants),
+            when=has_fact("constant"),
+        ),
         _always("drop_dead", plan_steps.drop_dead, "normalized"),
         _always("look_up_plan", plan_steps.look_up_plan),
         Pass(
@@ -150,7 +174,7 @@ PHASE = with_features(
         ),
         _always(
             "compare_places",
-            compare_places,
+            lowering_steps.compare_places,
             when=lambda _, s: s.request.manual is not None,
         ),
         Pass("outline_layers", lowering_steps.outline_repeated, when=_is_for_inductor),
@@ -217,16 +241,17 @@ def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
 
 def show(state: PipelineState, stage: str) -> None:
     """Dump or print the graph as it now is, if that is asked for."""
-    request = state.request
-    show_stage(
-        state.graph,
-        stage,
-        state.label,
-        state.stage_number,
-        debug=request.options.debug,
-        dump=request.options.dump,
-        specs=state.specs if stage == "planned" else None,
-    )
+    options = state.request.options
+    if options.debug >= 3 or options.dump:
+        show_stage(
+            state.graph,
+            stage,
+            state.label,
+            state.stage_number,
+            debug=options.debug,
+            dump=options.dump,
+            specs=state.specs if stage == "planned" else None,
+        )
     state.stage_number += 1
 
 

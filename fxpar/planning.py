@@ -36,12 +36,13 @@ from fxpar.features.regions.shard_map import traced_for
 from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.simulate.emulate_collectives import gather, scatter
+from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.launches import facts_of
-from fxpar.passes.simulate.lockstep import run_global, run_ranks
+from fxpar.passes.simulate.lockstep import run_global
 from fxpar.passes.simulate.simulate_step import Timeline, predict_step
 from fxpar.pipeline import STEP_NAMES
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.runtime.steps.verify import run_on_ranks
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -307,14 +308,8 @@ class TracedPlan(Plan):
         """Simulate; return gradients and buffers changed in place, too."""
         result, call = self.result, self.call
         edges, program = result.decided.edges, result.decided.program
-        specs = [None if v is None else edges.specs[v] for v in program.inputs]
-        parts = [
-            [x] * self.mesh.size if spec is None else scatter(x, spec, self.mesh)
-            for x, spec in zip(call.inputs(args, kwargs), specs, strict=True)
-        ]
-        ranks = [[part[r] for part in parts] for r in range(self.mesh.size)]
         local = module_of(self.module, result.local)
-        outs = run_ranks(local, self.mesh, ranks)
+        outs = run_on_ranks(local, result.decided, call.inputs(args, kwargs))
         merged = [
             outs[0][k]
             if spec is None

@@ -34,8 +34,7 @@ LEVELS = [
     {"errors", "units", "sharding/solver/min_cut"},
     # The two use one another: patches know torch, and adapters enter patches.
     {"_torch", "_fast"},
-    {"option_values", "print_errors"},
-    {"config"},
+    {"config", "print_errors"},
     {"cache_files", "layers"},
     ALGEBRA,
     {"graph"},
@@ -69,6 +68,8 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 LAZY = {
     # Rows of ops hold their facts, and their local forms make nodes.
     "sharding/op_facts.py": "sharding/ops",
+    # The names of passes are those of the list of steps.
+    "config.py": "pipeline",
     # plan.to_html(path), of a loaded plan too: the page is explain's.
     "sharding/plan.py": "explain",
 }
@@ -87,7 +88,6 @@ DOORS = {"__init__.py", "__main__.py", "backend.py", "planning.py"}
 # Parts that are pure planning and rewriting: no process group, ever.
 RANKLESS = ALGEBRA | {
     "errors",
-    "option_values",
     "units",
     "config",
     "sharding",

@@ -405,33 +405,6 @@ def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def cache_entry(compiled: Any) -> tuple[str, bytes] | None:
-    """Return the (key, content) that ``compiled`` left in Inductor's cache on disk;
-    None if it is not there."""
-    from pathlib import Path
-
-    from torch._inductor.codecache import FxGraphCache
-
-    key = getattr(compiled, "_fx_graph_cache_key", None)
-    if key is None:
-        return None
-    folder = Path(FxGraphCache._get_tmp_dir_for_key(key))
-    try:
-        files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        newest = max(files, key=lambda path: path.stat().st_mtime)
-        return key, newest.read_bytes()
-    except (OSError, ValueError):
-        return None
-
-
-def put_cache_entry(key: str, content: bytes) -> None:
-    """Put into Inductor's cache on disk what ``cache_entry`` gave on another machine.
-    Raises OSError."""
-    from torch._inductor.codecache import FxGraphCache
-
-    FxGraphCache._write_to_local_cache(key, content)
-
-
 def invoke_subgraph() -> Any:
     """Return the op that calls a body."""
     from torch._higher_order_ops.invoke_subgraph import invoke_subgraph

@@ -89,13 +89,12 @@ def share(
     x: torch.Tensor, before: torch.Tensor | None, source: int, group: str
 ) -> torch.Tensor:
     """Start to give every member the value of ``source``."""
-    is_source = _torch.distributed.place_in(group) == source
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if is_source:
+    if _torch.distributed.place_in(group) == source:
         out.copy_(x)
     if out.numel():
-        flat, failed = _bytes(out), _failed_for_all(source)
-        _torch.distributed.start_broadcast(flat, source, group, out, failed)
+        failed = _failed(source, to_all=True)
+        _torch.distributed.start_broadcast(_bytes(out), source, group, out, failed)
     return out
 
 
@@ -107,36 +106,25 @@ def after_sends(x: torch.Tensor, sent: Sequence[torch.Tensor]) -> torch.Tensor:
     return x.clone()
 
 
-def _failed(place: int) -> _torch.distributed.Failed:
-    """Return what makes the error if a message from or to a place does not get
-    through."""
+def _failed(place: int, *, to_all: bool = False) -> _torch.distributed.Failed:
+    """Return what makes the error if a message from or to a place does not get through.
+    ``to_all``: members pass it on to one another, and any of them may be the one that
+    does not."""
 
     def error(rank: int, cause: Exception) -> LostRankError:
+        sender = f"rank {rank}, at position {place} of the pipeline,"
+        what = f"{sender} ended or hangs: a message between it and this rank failed"
+        fix = f"see what rank {rank} printed; if it"
+        if to_all:
+            what = f"a value that {sender} sends to all ranks did not arrive: one of "
+            what += "the stages ended or hangs"
+            fix = "see what the ranks printed, first of all the first that failed; if "
+            fix += "one"
+        fix += " computes for longer than a message may take, give init_process_group "
         return LostRankError(
-            f"rank {rank}, at position {place} of the pipeline, ended or hangs: a "
-            f"message between it and this rank failed ({_reason(cause)})",
-            rank=rank,
-            fix=f"see what rank {rank} printed; if it computes for longer than a "
-            "message may take, give init_process_group a longer timeout",
-        )
-
-    return error
-
-
-def _failed_for_all(place: int) -> _torch.distributed.Failed:
-    """Return what makes the error if a message from a place to all does not get
-    through: members pass it on to one another, and any of them may be the one that does
-    not."""
-
-    def error(rank: int, cause: Exception) -> LostRankError:
-        return LostRankError(
-            f"a value that rank {rank}, at position {place} of the pipeline, "
-            "sends to all ranks did not arrive: one of the stages ended or hangs "
-            f"({_reason(cause)})",
-            rank=None,
-            fix="see what the ranks printed, first of all the first that failed; if "
-            "one computes for longer than a message may take, give "
-            "init_process_group a longer timeout",
+            f"{what} ({_reason(cause)})",
+            rank=None if to_all else rank,
+            fix=f"{fix}a longer timeout",
         )
 
     return error

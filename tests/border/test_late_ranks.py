@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import meeting, patience
+from fxpar.runtime.ranks import meeting, presence
 from tests.helpers import processes
 from tests.helpers.patience import given_up
 from tests.helpers.scripts import run_script
@@ -59,10 +59,10 @@ def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
 
 def one_is_idle_inside_a_call() -> str:
     """What a rank says of a round whose other rank does not come."""
-    patience.set_timeouts(1.0, 600.0)
+    presence.set_timeouts(1.0, 600.0)
     meeting.agree("start", "", "")
     try:
-        with patience.in_call():
+        with presence.in_call():
             if dist.get_rank() == 1:
                 while not given_up():
                     time.sleep(0.1)
@@ -70,7 +70,7 @@ def one_is_idle_inside_a_call() -> str:
     except RankMismatchError as error:
         return str(error)
     finally:
-        patience.set_timeouts(30.0, 600.0)
+        presence.set_timeouts(30.0, 600.0)
     return ""
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.ranks import drift
+from fxpar.runtime.ranks import check_inputs, drift
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import ranks_of, shared_pool
 
@@ -300,7 +300,9 @@ def test_samples_come_to_every_element(size: int, dtype: torch.dtype) -> None:
 
     def read(x: torch.Tensor) -> list[list[float]]:
         turns = range(size // 512 + 2)
-        return [drift.sketch(drift.sample(x, turn)).tolist() for turn in turns]
+        return [
+            check_inputs.sketch(check_inputs.sample(x, turn)).tolist() for turn in turns
+        ]
 
     before = read(x)
     for at in {0, size // 2, size - 1} if size else ():

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar.errors import FxparWarning
-from fxpar.runtime import traced_functions
-from fxpar.runtime.traced_functions import (
+from fxpar.runtime import tracing
+from fxpar.runtime.tracing import (
     attend_by_products,
     warn_of_products,
     without_kernels,
@@ -105,7 +105,7 @@ def test_a_kernel_is_asked_for_without_dropout_alone(
         calls.append(args)
         return attend_by_products(*args, **kwargs)
 
-    monkeypatch.setattr(traced_functions, "attend_by_products", counted)
+    monkeypatch.setattr(tracing, "attend_by_products", counted)
     q, k = tensors()
     plan = fxpar.plan(
         lambda q, k: ATTEND(q, k, k, dropout_p=chance), q, k, mesh="tp=2", grad=True

@@ -19,10 +19,9 @@ import torch
 
 import fxpar
 from fxpar import cache_files
-from fxpar.errors import FxparError, RankMismatchError
+from fxpar.errors import FxparError
 from fxpar.fusion.kernels import implementations, region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
-from fxpar.runtime.caches.compile_once import checked_key
 from fxpar.sharding.spec import Spec
 
 KEY = "0" * 64
@@ -151,23 +150,6 @@ def test_files_are_as_private_as_new_files_are(folder: Path, mask: int) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((folder / "a.json").stat().st_mode) == 0o666 & ~mask
-
-
-@pytest.mark.parametrize(
-    "key", ["", "f", "../../../x", "fabc/../abcdef", "/etc/passwd", "fabcdef\n", 7]
-)
-def test_a_key_has_the_form_of_torchs(key: Any) -> None:
-    with pytest.raises(RankMismatchError, match="not a key of torch's caches"):
-        checked_key(key)
-
-
-def test_torchs_own_keys_have_it() -> None:
-    from torch._inductor import codecache
-
-    for kind in "fac":
-        key = kind + codecache.sha256_hash(b"content")
-        assert checked_key(key) == key
-    assert checked_key(codecache.code_hash("code"))
 
 
 def test_kernels_run_the_text_that_was_compared(folder: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime.ranks import meeting, patience, presence
+from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.meeting import Mailboxes
 from tests.helpers.patience import given_up
 from tests.helpers.spawn import shared_pool
@@ -64,7 +64,7 @@ def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
     assert channel is not None
     meeting.DIRECT = 8
     published = partial(meeting._published, channel.store, f"{channel.prefix}/new")
-    channel.boxes = Mailboxes(rank, RANKS, published)
+    channel.boxes = Mailboxes(rank, RANKS, published, channel.meetings)
     read = channel.boxes.read
 
     def noted(number: int) -> Any:
@@ -72,7 +72,7 @@ def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
         near.append(words is not None)
         return words
 
-    for _ in range(10):  # opens the file
+    for _ in range(4):  # opens the memory
         meeting.meet("it", "")
     with mock.patch.object(channel.boxes, "read", noted):
         with mock.patch.object(meeting, "_MOMENT", 30.0):
@@ -109,32 +109,35 @@ def test_a_box_holds_the_word_of_one_call() -> None:
     """Not that of an earlier call, one that is half written, or one taken out."""
     published = published_here()
     first, second = (Mailboxes(rank, 2, published) for rank in range(2))
-    for number in range(1, 4):  # opens the memory
+    for number in range(1, 5):  # opens the memory
+        first.prepare(number)
+        second.prepare(number)
         first.write(number, f"a{number}")
         second.write(number, f"b{number}")
-    assert first.read(3) == second.read(3) == ["a3", "b3"]
+    assert first.read(4) == second.read(4) == ["a4", "b4"]
     name, path = published(None).split("\n")
     with pytest.raises(OSError):  # nobody else opens it
         assert name not in os.readlink(path)
         raise OSError
     assert first.read(1) is None, "of an earlier call"
-    second.write(4, "b4")
-    assert second.read(4) is None, "the other did not come"
-    first.write(4, "a4")
-    assert first.read(4) is None, "the second looks in the store"
-    first.write(5, "a5")
     second.write(5, "b5")
-    at = second._box(0, 5) + meeting._HEAD.size
+    assert second.read(5) is None, "the other did not come"
+    first.write(5, "a5")
+    assert first.read(5) is None, "the second looks in the store"
+    first.write(6, "a6")
+    second.write(6, "b6")
+    at = second._box(0, 6) + meeting._HEAD.size
     second._memory[at : at + 1] = b"x"
-    assert second.read(5) is None, "half written"
+    assert second.read(6) is None, "half written"
 
 
 def test_no_room_for_boxes_is_no_error() -> None:
     """Words go through the store then."""
     published = published_here()
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError("no room"))
+    boxes = Mailboxes(0, 2, published)
     with full:
-        boxes = Mailboxes(0, 2, published)
+        boxes.prepare(2)
     boxes.write(1, "a")
     assert boxes.read(1) is None
     assert published(None) is None
@@ -145,7 +148,8 @@ def test_memory_of_another_is_not_opened(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(bytes(1 << 16))
     boxes = Mailboxes(1, 2, lambda _: f"fxpar-boxes\n{other}")
-    for number in range(3):
+    for number in range(5):
+        boxes.prepare(number)
         boxes.write(number, "b")
     assert not any(other.read_bytes())
 
@@ -178,7 +182,7 @@ def test_a_rank_that_fails(direct: int, which: int) -> None:
 def one_is_away(direct: int, which: int) -> str:
     """What each rank is told, where one comes only after the others gave it up."""
     meeting.DIRECT = direct
-    patience.set_timeouts(1.0, 1.0)
+    presence.set_timeouts(1.0, 1.0)
     meeting.meet("it", "before")
     if dist.get_rank() == which:
         while not given_up():
@@ -188,7 +192,7 @@ def one_is_away(direct: int, which: int) -> str:
     except RankMismatchError as error:
         return str(error)
     finally:
-        patience.set_timeouts(30.0, 600.0)
+        presence.set_timeouts(30.0, 600.0)
     return "met"
 
 

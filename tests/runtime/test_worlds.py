@@ -18,7 +18,6 @@ from fxpar.runtime.ranks import (
     check_inputs,
     groups,
     meeting,
-    patience,
     presence,
     worlds,
 )
@@ -273,7 +272,7 @@ def one_is_held_up() -> float:
     """Rank 0 waits for rank 1 in a call of their place, which waits for rank 3 in
     another group, which works for longer than either wait may last."""
     ranks, me = join(), dist.get_rank()
-    patience.set_timeouts(3.0, 3.0)
+    presence.set_timeouts(3.0, 3.0)
     begin = time.monotonic()
     try:
         if me == 3:
@@ -282,10 +281,10 @@ def one_is_held_up() -> float:
         if me in (1, 3):
             ranks.group(["dp"])
         if me in (0, 1):
-            with ranks.inside(), patience.in_call():
+            with ranks.inside(), presence.in_call():
                 meeting.agree("graph", "digest", "plan")
     finally:
-        patience.set_timeouts(30.0, 600.0)
+        presence.set_timeouts(30.0, 600.0)
     return time.monotonic() - begin
 
 
@@ -322,14 +321,14 @@ def test_counts_of_two_worlds_are_not_compared() -> None:
 def a_member_does_not_come() -> str:
     """What ranks say of a group that one of its members does not come to."""
     ranks, said = join(), ""
-    patience.set_timeouts(1.0, 2.0)
+    presence.set_timeouts(1.0, 2.0)
     try:
         if dist.get_rank() in (0, 1, 3):
             ranks.group(["dp"])
     except RankMismatchError as error:
         said = str(error)
     finally:
-        patience.set_timeouts(30.0, 600.0)
+        presence.set_timeouts(30.0, 600.0)
     time.sleep(0.0 if said else 4.0)
     return said
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch, cache_files
 from fxpar.choose_plan import planned, searched
-from fxpar.config import Options
+from fxpar.config import Options, nearest
 from fxpar.errors import HintError, MeshError, RankMismatchError
 from fxpar.features.at_rest.crossings import layout_of, part_of
 from fxpar.features.at_rest.dtensor_ops import gathered
@@ -38,7 +38,6 @@ from fxpar.features.at_rest.sharded_modules import (
     Home,
     live_homes,
 )
-from fxpar.option_values import nearest
 from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.calls.call_variants import CompileJob

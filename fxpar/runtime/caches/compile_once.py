@@ -1,43 +1,34 @@
 """Compile a graph that is identical on several ranks on one of them.
 
 In: a graph as Inductor gets it, and the function that compiles it. Out: the compiled
-code. The first rank that comes compiles; the others wait for it and then compile in
-turn, which finds the result in Inductor's cache: on the disk that both see, or sent
-through the store. Ranks of all places share what they compile. A rank whose graph
-differs (another size of shard, another device) waits for nobody. A rank that fails
-reports it to those that wait; if one ends or hangs they wait as for any other
-(``presence``). What another rank sends about files in the folder of caches is checked
-before it is used: keys must have the form of torch's. Never: code of another graph, or
-a check of what the files hold; ranks trust one another.
+code. The first rank that comes compiles; the others that see the same folder of caches
+wait for it and then compile in turn, which finds the result there. Machines without a
+common folder compile at the same time. Ranks of all places share what they compile. A
+rank whose graph differs (another size of shard, another device) waits for nobody. A
+rank that fails reports it to those that wait; if one ends or hangs they wait as for any
+other (``presence``). Never: code of another graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import re
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import repeat
 from types import BuiltinFunctionType
 from typing import Any
 
 from torch import fx
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar._fast import cpp_kernels
 from fxpar.errors import RankMismatchError
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.ranks import presence
 from fxpar.runtime.ranks.meeting import Channel, all_ranks, answering
-from fxpar.runtime.ranks.patience import Patience, timeout
+from fxpar.runtime.ranks.presence import Patience, timeout
 from fxpar.runtime.stage_times import INDUCTOR, stage
-
-# Bytes of one message through the store, which takes 8 MB at most.
-CHUNK = 4 << 20
 
 # A rank that waits asks at least so often, in seconds; one that waits long, after this
 # share of its wait, at most the last number of seconds: asking costs 0.2 ms, and as
@@ -61,7 +52,8 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
         text = _digest(graph)
         if channel is None:
             return generate(text)
-        key = f"{channel.prefix}/compiled/{what}/{text}"
+        folder = hashlib.sha256(cache_files.folder_text().encode()).hexdigest()[:16]
+        key = f"{channel.prefix}/compiled/{what}/{text}/{folder}"
         word = str(channel.rank)
         with answering(channel):
             first = channel.store.compare_set(key, "", word).decode()
@@ -125,18 +117,8 @@ def _compile_for_others(
         message = f"{type(error).__name__}: {error}"
         channel.store.set(f"{key}/done", json.dumps({"failed": message}))
         raise
-    entry = _torch.inductor.cache_entry(compiled)
-    folders = channel.folders()
-    parts = 0
-    if entry is not None and len(set(folders)) > 1:
-        parts = _send(channel, key, entry[1])
-    outcome = {
-        "folder": folders[channel.rank],
-        "parts": parts,
-        "key": entry and entry[0],
-        "instructions": cpp_kernels.instructions(),
-    }
-    channel.store.set(f"{key}/done", json.dumps(outcome))
+    done = json.dumps({"instructions": cpp_kernels.instructions()})
+    channel.store.set(f"{key}/done", done)
     return compiled
 
 
@@ -158,22 +140,6 @@ def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
             fix="see the error of that rank: this one only stopped because of it",
         )
     cpp_kernels.take_instructions(message["instructions"])
-    is_folder_shared = message["folder"] == channel.folders()[channel.rank]
-    if message["parts"] and not is_folder_shared:
-        cache_key = checked_key(message["key"])
-        with contextlib.suppress(OSError):  # then this rank compiles
-            parts = map("{}/part/{}".format, repeat(key), range(message["parts"]))
-            content = zlib.decompress(b"".join(map(channel.store.get, parts)))
-            _torch.inductor.put_cache_entry(cache_key, content)
-
-
-def _send(channel: Channel, key: str, content: bytes) -> int:
-    """Put into the store what other machines need; return the number of parts."""
-    packed = zlib.compress(content)
-    parts = [packed[i : i + CHUNK] for i in range(0, len(packed), CHUNK)]
-    for i, part in enumerate(parts):
-        channel.store.set(f"{key}/part/{i}", part)
-    return len(parts)
 
 
 def _poll(
@@ -188,23 +154,3 @@ def _poll(
         slowest = max(SLOWEST_POLL, OF_WAIT * (time.monotonic() - begin))
         pause = min(pause * 1.5, slowest, LONGEST_PAUSE)
     return True
-
-
-# A kind, and digits of base 32.
-_KEY = re.compile("[a-z][a-z2-7]{6,63}")
-
-
-def checked_key(key: Any) -> str:
-    """Return a key of torch's caches, used in file names, if it has their form."""
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise _refusal(f"{key!r}, which is not a key of torch's caches")
-    return key
-
-
-def _refusal(what: str) -> RankMismatchError:
-    """Return the error for a key that this rank must not use."""
-    return RankMismatchError(
-        f"another rank sent this one {what}",
-        fix="give all ranks of one machine the same TORCHINDUCTOR_CACHE_DIR, and the "
-        "same versions of torch and fxpar",
-    )

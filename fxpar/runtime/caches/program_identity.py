@@ -11,6 +11,7 @@ found them. Never: a value of a tensor.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,8 +119,9 @@ def lean_graph(
 ) -> tuple[fx.GraphModule, list[int], set[int]]:
     """Return a copy without the numbers among its inputs that nothing reads (where in
     its memory a slice begins), the positions of the inputs that are left, and those of
-    them that Dynamo feeds as tensors where the user has numbers, which the copy
-    takes."""
+    them that Dynamo feeds as tensors where the user has numbers, which the copy takes:
+    each value of such a number has a program of its own. Floats that tensors are only
+    added to, multiplied by and the like stay tensors in the copy."""
     lean = _torch.dynamo.copy_graph(gm)
     numbers = {
         i for i, x in enumerate(placeholders(lean)) if _is_read_as_number(x, lean)
@@ -137,43 +139,166 @@ def lean_graph(
 
 def _is_read_as_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Return whether an input is a tensor of which only its one number is read, which
-    Dynamo made of a float; if so, let its readers, also in checkpointed regions, read
-    the input itself."""
+    Dynamo made of a float; if so, let its readers, also in bodies, read the input
+    itself. It stays a tensor, and is no number, if they can take one."""
     value = example_of(node)
     if not isinstance(value, torch.Tensor) or value.dim():
         return False
-    readers = _readers_of_number(node, gm)
-    number = next((example_of(x) for users in readers.values() for x in users), None)
-    if number is None:
+    backwards: dict[fx.Node, fx.GraphModule] = {}
+    readers = _readers_of_number(node, gm, backwards)
+    items = [x for users in readers.values() for x in users]
+    if not items:
         return False
+    computing = dict[fx.Node, None]()
+    stays = value.dtype is torch.float64 and all(
+        _takes_tensor(item, backwards, computing) for item in items
+    )
+    tensors = (x for x in map(example_of, computing) if isinstance(x, torch.Tensor))
+    device = next((x.device for x in tensors), value.device)
     for place, users in readers.items():
-        place.meta["example_value"] = number
+        place.meta["example_value"] = value if stays else example_of(items[0])
         for user in users:
-            user.replace_all_uses_with(place)
-            user.graph.erase_node(user)
-    return True
+            read = _converted(place, user, device, value.dtype) if stays else place
+            user.replace_all_uses_with(read)
+    for reader in computing if stays else ():
+        _compute_by_tensor(reader, value.to(device))
+    for item in items:
+        item.graph.erase_node(item)
+    for body in (gm, *gm.modules()) if stays else ():
+        if isinstance(body, fx.GraphModule):
+            body.recompile()
+    return not stays
+
+
+# Ops that run bodies, and how many; operands, which come after these, are those of the
+# first body.
+_APPLY = "higher_order::autograd_function_apply"
+_RUNS = {_torch.aot.CHECKPOINT: 1, _APPLY: 2}
 
 
 def _readers_of_number(
-    node: fx.Node, gm: fx.GraphModule
+    node: fx.Node, gm: fx.GraphModule, backwards: dict[fx.Node, fx.GraphModule]
 ) -> dict[fx.Node, list[fx.Node]]:
     """Return the calls of ``item`` that read an input, by the placeholder they read:
-    that input, and those that checkpointed regions have for it. Empty if anything else
-    reads it."""
+    that input, and those that checkpointed regions and functions of autograd have for
+    it. Empty if anything else reads it. ``backwards``: gets the backward of each
+    function, by the output of its forward."""
     readers: dict[fx.Node, list[fx.Node]] = {node: []}
     for user in node.users:
+        name = _torch.aot.higher_order_name(user.target)
         if user.op == "call_method" and user.target == "item":
             readers[node].append(user)
-        elif _torch.aot.higher_order_name(user.target) == _torch.aot.CHECKPOINT:
-            body = attribute_at(gm, str(user.args[0].target))
-            places = zip(placeholders(body), user.args[1:], strict=True)
-            for inner in [place for place, x in places if x is node]:
-                if inner.users and not (further := _readers_of_number(inner, body)):
+        elif name in _RUNS:
+            body, *others = (
+                attribute_at(gm, str(x.target)) for x in user.args[: _RUNS[name]]
+            )
+            places, operands = placeholders(body), user.args[_RUNS[name] :]
+            if len(places) != len(operands):
+                return {}
+            backwards |= {body.graph.output_node(): other for other in others}
+            pairs = zip(places, operands, strict=True)
+            for inner in [place for place, x in pairs if x is node]:
+                further = _readers_of_number(inner, body, backwards)
+                if inner.users and not further:
                     return {}
                 readers |= further if inner.users else {inner: []}
         else:
             return {}
     return readers
+
+
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv}
+# What a float64 tensor without dims does to a floating-point tensor as a float does.
+_ALIKE = {
+    *_ARITHMETIC,
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv),
+    *(torch.add, torch.sub, torch.mul, torch.div),
+    *("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"),
+}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _takes_tensor(
+    number: fx.Node,
+    backwards: Mapping[fx.Node, fx.GraphModule],
+    computing: dict[fx.Node, None],
+) -> bool:
+    """Return whether all readers of a number compute the same from a tensor of it;
+    ``computing`` gets them, and places of backwards that it is handed to."""
+    for user in number.users:
+        value, nodes = example_of(user), list[fx.Node]()
+        if user in computing:
+            continue
+        if user in backwards:
+            # ((results), (what the backward takes after their gradients))
+            saved = list(user.args[0][1])
+            ends = placeholders(backwards[user])[-len(saved) :]
+            nodes = [end for end, x in zip(ends, saved, strict=True) if x is number]
+        elif isinstance(value, torch.SymFloat) and user.target in _ARITHMETIC:
+            numbers = (x for x in user.args if isinstance(x, fx.Node))
+            if not all(isinstance(example_of(x), torch.SymFloat) for x in numbers):
+                return False
+            nodes = [user]
+        elif not _is_alike(user, value):
+            return False
+        else:
+            computing[user] = None
+        computing |= dict.fromkeys(nodes)
+        if not all(_takes_tensor(node, backwards, computing) for node in nodes):
+            return False
+    return True
+
+
+def _is_alike(user: fx.Node, value: Any) -> bool:
+    """Return whether a node computes a floating-point tensor from one and a number as
+    it would from a tensor of that number."""
+    if user.target not in _ALIKE or user.kwargs or len(user.args) != 2:
+        return False
+    tensors = [
+        x
+        for arg in user.args
+        if isinstance(arg, fx.Node)
+        and isinstance(x := example_of(arg), torch.Tensor)
+        and x.dtype.is_floating_point
+    ]
+    is_one = isinstance(value, torch.Tensor) and len(tensors) == 1
+    name = str(getattr(user.target, "__name__", user.target))
+    is_in_place = name.endswith("_") or name.startswith("i")
+    return is_one and not (is_in_place and value.dtype in _HALVES)
+
+
+def _compute_by_tensor(node: fx.Node, number: torch.Tensor) -> None:
+    """Let a node that takes a number compute from a tensor of it, in the dtype that it
+    computes in with a number: that of its operand, float32 for half precision."""
+    value, graph = example_of(node), node.graph
+    if not isinstance(value, torch.Tensor):
+        node.meta["example_value"] = number
+        return
+    is_half = value.dtype in _HALVES
+    wide = torch.float32 if is_half else value.dtype
+    for arg in node.all_input_nodes:
+        converted = _converted(arg, node, value.device, wide)
+        if converted is not arg:
+            node.replace_input_with(arg, converted)
+    if is_half:
+        with graph.inserting_after(node):
+            narrow = graph.call_method("to", (node, value.dtype))
+        node.replace_all_uses_with(narrow, lambda user: user is not narrow)
+        narrow.meta = dict(node.meta)
+        node.meta["example_value"] = value.float()
+
+
+def _converted(
+    x: fx.Node, reader: fx.Node, device: torch.device, dtype: torch.dtype
+) -> fx.Node:
+    """Return a node before ``reader`` with the tensor ``x`` on a device, in a dtype."""
+    value = example_of(x)
+    if (value.device, value.dtype) == (device, dtype):
+        return x
+    with x.graph.inserting_before(reader):
+        node = x.graph.call_method("to", (x, device, dtype))
+    node.meta = {**reader.meta, "example_value": value.to(device, dtype)}
+    return node
 
 
 def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:

@@ -510,22 +510,11 @@ def fit(
     """Return positive parameters whose ``model`` is nearest to ``seconds`` in ratio:
     least squares of logarithms, by Levenberg and Marquardt's method. Parameters that
     the points do not determine stay close to ``start``."""
+    from scipy.optimize import least_squares
+
     begin, target = np.log(start), np.log(seconds)
 
     def off(at: np.ndarray) -> np.ndarray:
         return np.append(np.log(model(np.exp(at))) - target, _TIE * (at - begin))
 
-    at, now, damping, nudge = begin, off(begin), 1e-2, 1e-4
-    for _ in range(200):
-        nudged = [off(at + nudge * unit) - now for unit in np.eye(len(at))]
-        jacobian = np.stack(nudged, 1) / nudge
-        square = jacobian.T @ jacobian + damping * np.eye(len(at))
-        step = np.clip(np.linalg.solve(square, -jacobian.T @ now), -2, 2)
-        further = off(at + step)
-        if further @ further < now @ now:
-            at, now, damping = at + step, further, damping / 3
-        else:
-            damping *= 4
-        if np.abs(step).max() < 1e-6:
-            break
-    return [float(value) for value in np.exp(at)]
+    return [float(x) for x in np.exp(least_squares(off, begin, method="lm").x)]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparError, RankMismatchError
+from fxpar.errors import FxparError, RankMismatchError, warn
 from fxpar.runtime.caches.program_identity import (
     BEGINS,
     NamedInput,
@@ -49,7 +49,7 @@ from fxpar.runtime.calls.open_sizes import (
     open_program,
     open_sizes,
 )
-from fxpar.runtime.ranks import drift, meeting, presence
+from fxpar.runtime.ranks import check_inputs, drift, meeting, presence
 from fxpar.runtime.ranks.check_inputs import (
     check_arguments,
     check_options,
@@ -58,7 +58,7 @@ from fxpar.runtime.ranks.check_inputs import (
 from fxpar.runtime.ranks.drift import Drift
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
-from fxpar.runtime.ranks.patience import in_call
+from fxpar.runtime.ranks.presence import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
@@ -191,6 +191,9 @@ def is_strided(x: Any) -> bool:
     strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
     return strided and not isinstance(x, DTensor)
 
+
+# After so many programs that differ in numbers of Python alone, a warning says so.
+_MANY = 8
 
 # After so many failures to leave sizes open, all sizes are fixed.
 _MOST_REFUSALS = 2
@@ -377,7 +380,24 @@ class Calls:
         if range_ is not None:
             self.variants.ranges[number] = range_
             self.variants.planned_for[sizes] = number
+        else:
+            self._warn_of_numbers(sizes)
         return number
+
+    def _warn_of_numbers(self, sizes: Sizes) -> None:
+        """Warn, once, of numbers whose every value is compiled anew."""
+        every = [x.numbers for x in self.variants.keys if x.shapes == sizes.shapes]
+        if len(every) != _MANY or not meeting.is_leader():
+            return
+        columns = zip(self.fed.numbers, zip(*every, strict=True), strict=True)
+        changing = (i for i, values in columns if len(set(values)) > 1)
+        names = check_inputs.listed(self.job.named_inputs[i].name for i in changing)
+        warn(
+            f"the graph was compiled {_MANY} times on the same shapes: each value of "
+            f"{names}, a number of Python, has a program of its own",
+            where=self.where,
+            fix="give it as a tensor, torch.tensor(value), if it changes often",
+        )
 
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
         """Return a variant that leaves sizes open, and the sizes that it holds for: an

@@ -15,10 +15,12 @@ printed, how long ranks wait).
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import math
 import operator
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -187,6 +189,73 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+# Relative difference of values that are equal but for rounding.
+_ALLOWED = 1e-3
+# Most elements that are compared of a tensor at once.
+_ELEMENTS = 1024
+
+
+def is_drift(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> bool:
+    """Return whether tensors differ by more than rounding, by the norm of all their
+    differences together. ``pairs``: sketches of each on two ranks."""
+    difference = size = 0.0
+    for (norm, wave), (other_norm, other_wave) in pairs:
+        difference += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
+        size += max(norm, other_norm) ** 2
+    return not math.sqrt(difference) <= _ALLOWED * math.sqrt(size)
+
+
+def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
+    """Return some elements as a view, others at each turn until all had theirs; none of
+    a tensor that is not dense in memory."""
+    for dim, stride in enumerate(x.stride()):
+        x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
+    is_dense, expected = not (x.is_conj() or x.is_neg()), 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        is_dense &= size == 1 or stride == expected
+        expected *= size
+    if not is_dense or expected <= _ELEMENTS:
+        return x if is_dense else x.new_empty(0)
+    begin = turn % -(-expected // _ELEMENTS) * _ELEMENTS
+    count = min(_ELEMENTS, expected - begin)
+    return x.as_strided((count,), (1,), x.storage_offset() + begin)
+
+
+def sketch(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a tensor and its sum weighted by a sine wave, by which tensors
+    are compared up to rounding; float64."""
+    x = x.detach().to_dense()
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
+    waves = _waves(flat.device)
+    if len(flat) > len(waves):
+        waves = torch.arange(len(flat), device=flat.device).double().sin()
+    return torch.stack((flat.norm(), flat.dot(waves[: len(flat)])))
+
+
+@functools.cache
+def _waves(device: torch.device) -> torch.Tensor:
+    return torch.arange(2 * _ELEMENTS, device=device).double().sin()
+
+
+def on_its_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Start to copy numbers from a device, and return a function that waits for
+    them."""
+    if numbers.device.type == "cpu":
+        return numbers.tolist
+    host = torch.empty(
+        numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+    )
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
+
+
 def broadcast(x: torch.Tensor) -> None:
     """Fill ``x`` in place with what the first rank of the world has, through a device
     the group communicates on."""
@@ -225,7 +294,7 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             f"DistributedSampler(num_replicas={world.places}, rank={world.place})"
         )
     elif dims == 0:
-        fact = f"{what}; a tensor without dims is a global value"
+        fact = f"{what}; a tensor without dims, or a number, is a global value"
         fix = (
             "all_reduce it first, or feed the same value on every rank (Trainer: "
             "average_tokens_across_devices=True, its default)"

@@ -24,7 +24,7 @@ call).
 from __future__ import annotations
 
 import functools
-import math
+import json
 import operator
 import weakref
 from collections import deque
@@ -40,23 +40,22 @@ from fxpar import _torch
 from fxpar.errors import FxparError, GradientError, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs, meeting, worlds
+from fxpar.runtime.ranks.check_inputs import is_drift, on_its_way, sample, sketch
 from fxpar.runtime.ranks.groups import HOME, OnMesh
 from fxpar.runtime.ranks.meeting import meetings
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
 
-# Relative difference of values that are equal but for rounding.
-ALLOWED = 1e-3
 # Meetings that pass at most between two comparisons in full that show no error.
 _LONGEST = 64
-# Most elements that are compared of a tensor at once.
-_ELEMENTS = 1024
 # Mean number of meetings after which elements are read again, which costs some tens of
 # microseconds (or several launches): not whole, so that among graphs that are called in
 # turn each is compared. On the CPU they are read at each of the first meetings.
 _SPACING, _FIRST = (11 + 5**0.5) / 2, 32
 # Most gradients that are kept between two calls.
 _MOST = 64
+# Made once: ``json.dumps`` makes an encoder at each call.
+_as_text = json.JSONEncoder(separators=(",", ":")).encode
 
 _WRITE_FIX = (
     "write the same values to it on every rank (load the checkpoint on all of "
@@ -139,14 +138,14 @@ class Drift:
         # Comparisons in full since then, and the meeting from which there may be
         # another.
         self._looks, self._pause_ends = 0, 0
-        # Read at the last call, from a device: sums of inputs, elements of one tensor.
-        self._sums: Callable[[], list[Any]] = list
-        self._read: tuple[int, Callable[[], list[Any]]] | None = None
+        self._sums: Callable[[], list[Any]] = list  # of the last inputs on a device
+        self._readings: list[_Reading] = []  # elements to compare
 
     def word(self, args: Sequence[Any]) -> str:
         """Return this rank's word for the meeting of this call."""
-        fields = self._fed_word(args), self._held_word(args), self._parts_word(args)
-        return "\t".join((*fields, _gradients_word()))
+        state = self._written(args), self._elements(args)
+        fields = self._fed_sums(args), *state, self._parts_word(args)
+        return _as_text([*fields, [x.read() for x in _take_due(_GRADIENTS, _IN_WORD)]])
 
     def compare(self, words: Sequence[str], args: Sequence[Any], *, held: bool) -> None:
         """Raise InputMismatchError or GradientError, on all ranks, if values differ
@@ -154,11 +153,11 @@ class Drift:
         if len(set(words)) == 1:
             self._equal = self._now if held else self._equal
             return
-        columns = zip(*(word.split("\t") for word in words), strict=True)
-        fed, states, parts, gradients = columns
+        columns = zip(*map(json.loads, words), strict=True)
+        fed, writes, elements, parts, gradients = columns
         self._compare_fed(fed)
         self._compare_parts(parts, args)
-        if held and self._is_suspicious(states):
+        if held and (len(set(writes)) > 1 or self._are_far(elements)):
             if not self._is_paused():
                 self.look(args)
                 self._equal = self._now
@@ -175,56 +174,53 @@ class Drift:
         self._equal = _torch.objects.versions_of([args[x.place] for x in self.held])
         self._looks, self._pause_ends = 0, 0
 
-    def _fed_word(self, args: Sequence[Any]) -> str:
+    def _fed_sums(self, args: Sequence[Any]) -> list[int]:
         fed = [args[i] for i in self.fed]
         sums = [check_inputs.quick_sum(x) for x in fed if x.device.type == "cpu"]
         if len(sums) < len(fed):
             own = list(map(check_inputs.checksum, fed[len(sums) :]))
             sums += self._sums()
-            self._sums = _on_its_way(torch.stack([x.to(own[0].device) for x in own]))
-        return " ".join(f"{x:x}" for x in sums)
+            self._sums = on_its_way(torch.stack([x.to(own[0].device) for x in own]))
+        return sums
 
-    def _compare_fed(self, words: Sequence[str]) -> None:
-        ranks = [word.split(" ") for word in words]
+    def _compare_fed(self, ranks: Sequence[Sequence[int]]) -> None:
         for (name, dims), *sums in zip(self.fed.values(), *ranks, strict=False):
             if (rank := meeting.first_other(sums)) is not None:
                 raise check_inputs.differ([name], rank, dims)
 
-    def _held_word(self, args: Sequence[Any]) -> str:
-        """Return a hash of how often tensors were written to, and at some calls the
-        index of one of them with a sketch of some elements, on a device as they were at
-        an earlier call."""
-        if not self.held:
-            return ""
+    def _written(self, args: Sequence[Any]) -> int:
+        """Return a hash of how often tensors were written to; 0: as on all ranks."""
         tensors = [args[x.place] for x in self.held]
-        self._now = _torch.objects.versions_of(tensors)
-        writes = ""
-        if self._now != self._equal:
-            writes = f"{hash(_written_since(self._now, self._equal)):x}"
-        on_cpu = tensors[0].device.type == "cpu"
-        turn = sample_turn(meetings(), on_cpu=on_cpu)
-        if turn is None:
-            return writes
-        turn, n = divmod(turn, len(tensors))
-        read = n, _on_its_way(sketch(sample(_values(tensors[n]), turn)))
-        before = read if on_cpu else self._read
-        self._read = read
-        return f"{writes} {before[0]} {_text_of(before[1]())}" if before else writes
+        self._now = _torch.objects.versions_of(tensors) if tensors else ()
+        if self._now == self._equal:
+            return 0
+        return hash(_written_since(self._now, self._equal))
 
-    def _is_suspicious(self, words: Sequence[str]) -> bool:
-        """Return whether ranks count different writes, or elements differ."""
-        fields = (f"{word}  ".split(" ")[:3] for word in words)
-        writes, places, elements = zip(*fields, strict=True)
-        if len(set(writes)) > 1 or len(set(places)) > 1:
-            return True
-        if not places[0]:
-            return False
-        held = self.held[int(places[0])]
-        differs = operator.ne if held.is_exact else _is_far
-        return any(
-            differs(elements[rank], elements[model])
-            for rank, model in enumerate(held.models)
+    def _elements(self, args: Sequence[Any]) -> list[tuple[int, list[float]]]:
+        """Return at some calls the index of a tensor with a sketch of some elements, on
+        a device as they were at an earlier call."""
+        if not self.held:
+            return []
+        turn = sample_turn(
+            meetings(), on_cpu=args[self.held[0].place].device.type == "cpu"
         )
+        if turn is not None:
+            turn, n = divmod(turn, len(self.held))
+            values = _values(args[self.held[n].place])
+            self._readings.append(_Reading.of_elements(n, values, turn))
+        return [(x.of, x.read()) for x in _take_due(self._readings)]
+
+    def _are_far(self, ranks: Sequence[Sequence[tuple[int, list[float]]]]) -> bool:
+        """Return whether elements differ that must be equal."""
+        if len({tuple(n for n, _ in each) for each in ranks}) > 1:
+            return True
+        for readings in zip(*ranks, strict=True):
+            held, sketches = self.held[readings[0][0]], [x for _, x in readings]
+            differs = operator.ne if held.is_exact else _is_far
+            models = (sketches[model] for model in held.models)
+            if any(map(differs, sketches, models)):
+                return True
+        return False
 
     def _is_paused(self) -> bool:
         """Return whether it is too early for another comparison in full; if not, count
@@ -256,7 +252,7 @@ class Drift:
         alone = [i for i, (_, own, other) in differing.items() if own[1] != other[1]]
         pairs = [(own[2], other[2]) for _, own, other in differing.values()]
         is_exact = any(self.held[i].is_exact for i in differing)
-        wrong = alone or ([*differing] if is_exact or _is_drift(pairs) else [])
+        wrong = alone or ([*differing] if is_exact or is_drift(pairs) else [])
         if wrong:
             rank, *_ = differing[wrong[0]]
             raise _drift_error([self.held[i] for i in wrong], rank, alone=bool(alone))
@@ -306,16 +302,6 @@ class Drift:
             f"{counts[rank]} times on rank {worlds.global_rank(rank)}",
             _PARTS_FIX,
         )
-
-
-def _is_drift(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> bool:
-    """Return whether tensors differ by more than rounding, by the norm of all their
-    differences together. ``pairs``: sketches of each on two ranks."""
-    difference = size = 0.0
-    for (norm, wave), (other_norm, other_wave) in pairs:
-        difference += max((norm - other_norm) ** 2, 2 * (wave - other_wave) ** 2)
-        size += max(norm, other_norm) ** 2
-    return not math.sqrt(difference) <= ALLOWED * math.sqrt(size)
 
 
 def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
@@ -381,68 +367,6 @@ def sample_turn(number: int, *, on_cpu: bool) -> int | None:
     return turn + _FIRST if turn > int((number - 1) / _SPACING) else None
 
 
-def sample(x: torch.Tensor, turn: int) -> torch.Tensor:
-    """Return some elements as a view, others at each turn until all had theirs; none of
-    a tensor that is not dense in memory."""
-    for dim, stride in enumerate(x.stride()):
-        x = x if stride else x.narrow(dim, 0, min(x.shape[dim], 1))  # was expanded
-    is_dense, expected = not (x.is_conj() or x.is_neg()), 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        is_dense &= size == 1 or stride == expected
-        expected *= size
-    if not is_dense or expected <= _ELEMENTS:
-        return x if is_dense else x.new_empty(0)
-    begin = turn % -(-expected // _ELEMENTS) * _ELEMENTS
-    count = min(_ELEMENTS, expected - begin)
-    return x.as_strided((count,), (1,), x.storage_offset() + begin)
-
-
-def sketch(x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a tensor and its sum weighted by a sine wave, by which tensors
-    are compared up to rounding; float64."""
-    x = x.detach().to_dense()
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
-    waves = _waves(flat.device)
-    if len(flat) > len(waves):
-        waves = torch.arange(len(flat), device=flat.device).double().sin()
-    return torch.stack((flat.norm(), flat.dot(waves[: len(flat)])))
-
-
-@functools.cache
-def _waves(device: torch.device) -> torch.Tensor:
-    return torch.arange(2 * _ELEMENTS, device=device).double().sin()
-
-
-def _on_its_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Start to copy numbers from a device, and return a function that waits for
-    them."""
-    if numbers.device.type == "cpu":
-        return numbers.tolist
-    host = torch.empty(
-        numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
-    )
-    host.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[Any]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read
-
-
-def _text_of(numbers: Iterable[float]) -> str:
-    """Return the text of the numbers of a ``sketch``."""
-    return ",".join(map(repr, numbers))
-
-
-def _is_far(text: str, other: str) -> bool:
-    """Return whether two sketches differ by more than rounding."""
-    one, two = ([*map(float, each.split(","))] for each in (text, other))
-    return text != other and _is_drift([(one, two)])
-
-
 # The last steps of optimizers since a graph read the tensors that they update, by the
 # model that owns the tensors.
 _STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
@@ -483,17 +407,40 @@ def _steps_word(parts: Sequence[torch.Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class _Gradient:
-    """Is a gradient that reached a backward."""
+class _Reading:
+    """Is a sketch of some elements of a tensor, to be compared at a later call."""
 
-    source_line: str | None  # the user's line of a result of the graph
-    read: Callable[[], list[Any]]  # the ``sketch`` of some of its elements
-    reported_at: int  # number of a meeting late enough not to wait for a device
+    of: Any  # index of a parameter; of a gradient, the user's line of its result
+    read: Callable[[], list[Any]]  # the sketch
+    due: int  # number of a meeting late enough not to wait for a device
+
+    @staticmethod
+    def of_elements(of: Any, x: torch.Tensor, turn: int) -> _Reading:
+        due = meetings() + (0 if x.device.type == "cpu" else 2)
+        return _Reading(of, on_its_way(sketch(sample(x, turn))), due)
+
+
+def _is_far(one: list[float], other: list[float]) -> bool:
+    """Return whether two sketches differ by more than rounding; NaN is equal to NaN."""
+    return repr(one) != repr(other) and is_drift([(one, other)])
+
+
+def _take_due(
+    readings: list[_Reading], in_word: list[_Reading] | None = None
+) -> list[_Reading]:
+    """Return the readings that are due at this call, which then are no longer among
+    ``readings``; they are also put in ``in_word``."""
+    now = meetings() + 1
+    due = [x for x in readings if x.due <= now]
+    readings[:] = [x for x in readings if x.due > now]
+    if in_word is not None:
+        in_word[:] = due
+    return due
 
 
 # Gradients to compare, in the order in which they came; those in this call's word.
-_GRADIENTS: list[_Gradient] = []
-_IN_WORD: list[_Gradient] = []
+_GRADIENTS: list[_Reading] = []
+_IN_WORD: list[_Reading] = []
 
 
 def forget() -> None:
@@ -512,30 +459,16 @@ def note_gradients(source_line: str | None, gradients: Sequence[Any]) -> None:
     for x in gradients:
         if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
             continue
-        on_cpu = x.device.type == "cpu"
-        turn = sample_turn(now, on_cpu=on_cpu)
-        if turn is None or len(_GRADIENTS) == _MOST:
-            continue
-        read = _on_its_way(sketch(sample(x, turn)))
-        _GRADIENTS.append(_Gradient(source_line, read, now if on_cpu else now + 2))
+        turn = sample_turn(now, on_cpu=x.device.type == "cpu")
+        if turn is not None and len(_GRADIENTS) < _MOST:
+            _GRADIENTS.append(_Reading.of_elements(source_line, x, turn))
 
 
-def _gradients_word() -> str:
-    """Return sketches of gradients for the word of this call."""
-    if not _GRADIENTS:
-        return ""
-    now = meetings() + 1
-    _IN_WORD[:] = [x for x in _GRADIENTS if x.reported_at <= now]
-    _GRADIENTS[:] = [x for x in _GRADIENTS if x.reported_at > now]
-    return " ".join(_text_of(x.read()) for x in _IN_WORD)
-
-
-def _compare_gradients(words: Sequence[str]) -> GradientError | None:
+def _compare_gradients(ranks: Sequence[Sequence[list[float]]]) -> GradientError | None:
     """Return the error to raise on all ranks if their gradients differ by more than
     rounding. Different numbers of gradients, as of a rank that left out a backward, are
     found elsewhere."""
-    ranks = [word.split(" ") for word in words]
-    if len(set(words)) == 1 or len({*map(len, ranks)}) > 1 or "" in words:
+    if len({*map(len, ranks)}) > 1:
         return None
     for gradient, *sketches in zip(_IN_WORD, *ranks, strict=True):
         for rank, own in enumerate(sketches):
@@ -544,7 +477,7 @@ def _compare_gradients(words: Sequence[str]) -> GradientError | None:
                     "gradients of results of a compiled graph differed between ranks: "
                     "code that is not compiled computes another loss of them on rank "
                     f"{worlds.global_rank(rank)} than on rank {worlds.global_rank(0)}",
-                    where=gradient.source_line,
+                    where=gradient.of,
                     fix=_LOSS_FIX,
                 )
                 return meeting.as_reported(error)

@@ -32,7 +32,7 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime.ranks import meeting, worlds
-from fxpar.runtime.ranks.patience import patience_limit, set_timeouts
+from fxpar.runtime.ranks.presence import patience_limit, set_timeouts
 from fxpar.runtime.ranks.worlds import World
 from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
 from fxpar.sharding.mesh import Mesh

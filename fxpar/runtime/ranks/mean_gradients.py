@@ -94,10 +94,9 @@ class Watched:
 
     def take(self) -> torch.Tensor | None:
         """Return ``.grad`` and set it to None."""
-        p = self.ref()
-        if p is None or p.grad is None or self.is_left:
-            return None
-        gradient, p.grad = p.grad, None
+        gradient, p = self.gradient(), self.ref()
+        if gradient is not None and p is not None:
+            p.grad = None
         return gradient
 
     def give(self, mean: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -499,11 +498,9 @@ class _Backward:
     def hand(self, watched: Watched, gradient: torch.Tensor) -> bool:
         """Take a gradient in place of autograd, and return whether that is possible."""
         place, bucket = watched.place, watched.bucket
-        if place is None:
-            self.new[watched.name] = None
-            return False
-        if bucket is None:
-            self.without_bucket[place] = None
+        if place is None or bucket is None:
+            # Autograd accumulates it then, and ``add`` counts it.
+            self.without_bucket.update({} if place is None else {place: None})
             return False
         filling = self._filling(bucket)
         slot = filling.memory.slots[watched.index]

@@ -47,8 +47,14 @@ import torch.distributed as dist
 from fxpar import _torch, cache_files
 from fxpar.errors import FxparError, LostRankError, RankMismatchError
 from fxpar.runtime.ranks import presence, worlds
-from fxpar.runtime.ranks.patience import Patience, patience_limit, watch_store
-from fxpar.runtime.ranks.presence import FAILED, Presence, failure
+from fxpar.runtime.ranks.presence import (
+    FAILED,
+    Patience,
+    Presence,
+    failure,
+    patience_limit,
+    watch_store,
+)
 from fxpar.runtime.ranks.worlds import World
 
 # Timeout of a message; ``_watch`` ends a wait earlier, by writing the key that it
@@ -284,6 +290,9 @@ def _words(
 def _on_one_machine(channel: Channel, key: str, word: str) -> list[str] | None:
     """Write this rank's word, and return the words of all ranks, if they are on this
     machine and come in a moment; else None."""
+    boxes = channel.boxes if channel.size <= DIRECT else None
+    if boxes is not None:
+        boxes.prepare(channel.meetings)
     questions = channel.presence.questions
     if questions != channel.questions:
         # Some rank waits for long, maybe for this one, and may have given up.
@@ -291,10 +300,10 @@ def _on_one_machine(channel: Channel, key: str, word: str) -> list[str] | None:
         channel.store.compare_set(key, "", word)
         return None
     channel.store.set(key, word)
-    if channel.boxes is None or channel.size > DIRECT:
+    if boxes is None:
         return None
-    channel.boxes.write(channel.meetings, word)
-    return channel.boxes.read(channel.meetings)
+    boxes.write(channel.meetings, word)
+    return boxes.read(channel.meetings)
 
 
 def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
@@ -353,13 +362,13 @@ _BOX = 1 << 13
 # Seconds to wait for the words of other ranks.
 _MOMENT = 1e-3
 
-# Calls after which a rank gives up on the memory if not all have opened it.
-_OPENED_BY = 8
-
 
 class Mailboxes:
     """Gives one rank access to the boxes of all ranks. ``published``: tells the other
-    ranks the name of the memory, or, given None, returns it, None while it is unknown.
+    ranks the name of the memory, or, given None, returns it, None if there is none.
+    ``begin``: the number of calls before. Rank 0 makes the memory at the second call
+    after these, the others open it at the third; from the fourth on it is used, if all
+    have it by then. Ranks that meet once have none.
 
     A rank has two boxes, which it fills in turn: it comes to the next call but one when
     all have read the last. A word counts only with the number of its call and its
@@ -370,21 +379,31 @@ class Mailboxes:
     0, and the system frees it once all of them have ended, in whatever way."""
 
     def __init__(
-        self, rank: int, size: int, published: Callable[[str | None], str | None]
+        self,
+        rank: int,
+        size: int,
+        published: Callable[[str | None], str | None],
+        begin: int = 0,
     ) -> None:
         self.rank, self.size, self._published = rank, size, published
+        self._begin = begin
         self._memory: mmap.mmap | None = None
         self._handle: int | None = None  # of the memory, on rank 0 until all have it
-        self._calls = 0
         self._all_open = False
-        if rank == 0:
+
+    def prepare(self, number: int) -> None:
+        """Make the memory, open it, or find out whether all ranks have, at the calls
+        for that: all ranks come to the same conclusion."""
+        if number == self._begin + 2 and not self.rank:
             self._make()
+        elif number == self._begin + 3 and self.rank:
+            self._open()
+        elif number == self._begin + 4 and self._memory is not None:
+            self._all_open = all(self._memory[: self.size])
+            self.close()
 
     def write(self, number: int, word: str) -> None:
         """Write a word for a call, if it fits in a box and all share the memory."""
-        self._calls += 1
-        if not self._all_open:
-            self._meet()
         data = word.encode()
         if self._memory is None or not self._all_open or len(data) > _BOX - _HEAD.size:
             return
@@ -434,30 +453,18 @@ class Mailboxes:
         self._memory[0] = 1
         self._published(f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
 
-    def _meet(self) -> None:
-        """Open the memory that rank 0 made, and check whether all ranks have."""
-        if self._calls > _OPENED_BY:
-            self._memory = None
-            self.close()
+    def _open(self) -> None:
+        """Open the memory that rank 0 made, if it is there."""
+        published = self._published(None)
+        if published is None:
             return
-        if self._memory is None and self.rank:
-            published = self._published(None)
-            if published is None:
-                return
-            name, path = published.split("\n")
-            try:
-                # Elsewhere, as in another container, the path is of something else.
-                if name not in os.readlink(path):
-                    raise FileNotFoundError(path)
+        name, path = published.split("\n")
+        # Elsewhere, as in another container, the path is of something else.
+        with contextlib.suppress(OSError, ValueError):
+            if name in os.readlink(path):
                 with open(path, "r+b") as file:
                     self._memory = mmap.mmap(file.fileno(), 0)
-            except (OSError, ValueError):
-                self._calls = _OPENED_BY
-                return
-            self._memory[self.rank] = 1
-        if self._memory is not None and all(self._memory[: self.size]):
-            self._all_open = True
-            self.close()
+                self._memory[self.rank] = 1
 
     def close(self) -> None:
         """Close the handle by which other ranks open the memory."""

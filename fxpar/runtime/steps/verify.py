@@ -33,18 +33,10 @@ def verify(
     the ``normalized`` one's. ``feeds``: one global value per graph input; ``root``
     holds the graphs' constants."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
-    parts = [
-        [x] * mesh.size if v is None else scatter(x, edges.specs[v], mesh)
-        for x, v in zip(feeds, program.inputs, strict=True)
-    ]
     rank_module, whole = (_module(root, graph) for graph in (local, normalized))
     with torch.no_grad(), torch.random.fork_rng():
         state = torch.get_rng_state()
-        ranks = run_ranks(
-            rank_module,
-            mesh,
-            [_copies(part[r] for part in parts) for r in range(mesh.size)],
-        )
+        ranks = run_on_ranks(rank_module, decision, feeds, copied=True)
         torch.set_rng_state(state)
         want = run_global(whole, mesh, _copies(feeds))
     for k, (spec, expected) in enumerate(zip(edges.outputs, want, strict=True)):
@@ -65,6 +57,24 @@ def verify(
             raise PlanError(
                 f"FXPAR_VERIFY: output {name} differs from one device: {error}", fix=fix
             ) from error
+
+
+def run_on_ranks(
+    module: fx.GraphModule,
+    decision: Decision,
+    values: Sequence[Any],
+    *,
+    copied: bool = False,
+) -> list[Any]:
+    """Return the results of a local graph on each rank. ``values``: global ones of its
+    inputs, ``copied`` for each rank if it writes to them."""
+    mesh, specs = decision.mesh, decision.edges.specs
+    parts = [
+        [x] * mesh.size if v is None else scatter(x, specs[v], mesh)
+        for x, v in zip(values, decision.program.inputs, strict=True)
+    ]
+    ranks = [[part[r] for part in parts] for r in range(mesh.size)]
+    return run_ranks(module, mesh, [*map(_copies, ranks)] if copied else ranks)
 
 
 def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.cache_files import write_asked
+from fxpar.config import nearest
 from fxpar.errors import DeviceError, OptionError
-from fxpar.option_values import nearest
 from fxpar.sharding.mesh import Link, Mesh, axis_of, rate_at
 
 FORMAT = "fxpar hardware 1"
