@@ -22,7 +22,7 @@ from fxpar.graph import (
 )
 from fxpar.graph.builder import value_of
 from fxpar.graph.graph_bodies import bodies_of
-from fxpar.passes.local.localize import resized
+from fxpar.passes.local.local_ops import resized
 from fxpar.sharding import rank_ints, row_moves
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import tensors_of

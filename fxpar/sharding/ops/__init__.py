@@ -140,14 +140,15 @@ def row_of(target: Any) -> Row | None:
     if target in TABLE and not _USER:
         return TABLE[target]
     row = user_row_of(target) or _OF_PASSES.get(target) or look_up(TABLE, target)
-    return row or _row_by_tag(target)
+    is_op = isinstance(target, _torch.inductor.OpOverload)
+    return _row_by_tag(target) if row is None and is_op else row
 
 
 @cache
 def _row_by_tag(target: Any) -> Row | None:
     """Return the row of an op of torch whose tag says that it is pointwise; None of any
     other, and of one that writes, draws numbers or has several results."""
-    if getattr(target, "namespace", "") not in ("aten", "prims"):
+    if target.namespace not in ("aten", "prims"):
         return None
     tags, schema = target.tags, _torch.objects.schema_of(target)
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:

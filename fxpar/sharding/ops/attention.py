@@ -78,6 +78,8 @@ class Heads:
     # Whether there is a mask: all shards of the keys are then equal, as a mask may
     # leave shards no weights but their numbers of keys.
     masked: bool
+    # (factor, size) of dims that have several blocks of a mask.
+    blocks: tuple[tuple[str, int], ...] = ()
 
     @property
     def inputs(self) -> tuple[list[str], list[str], list[str]]:
@@ -105,14 +107,18 @@ class Heads:
         return [["_"] * x.dim() if few else align(x.shape, self.sizes, self.scores)]
 
     def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
+        """Return the rule; ranks have equally many blocks of queries."""
         rule = parse_rule(text(*operands, results=results))
         sizes = (("g", self.groups),) if self.groups > 1 else ()
-        evenly = frozenset("t") if self.masked and self.has_split_keys else frozenset()
-        return replace(rule, sizes=sizes, evenly=evenly)
+        evenly = {"t"} if self.masked and self.has_split_keys else set()
+        evenly |= {"s"} & dict(self.blocks).keys()
+        return replace(rule, sizes=(*sizes, *self.blocks), evenly=frozenset(evenly))
 
-    def forward(self, *operands: Sequence[str], logsumexp: Sequence[str]) -> Rule:
-        """Return the rule of a forward with output, log-sum-exp and further results."""
-        results = [self.out, logsumexp, FURTHER]
+    def forward(
+        self, *operands: Sequence[str], results: Sequence[Sequence[str]]
+    ) -> Rule:
+        """Return the rule of a forward, whose results are the output, the log-sum-exp
+        and others."""
         rule = self.rule(*operands, results=results)
         if not self.has_split_keys:
             return rule
@@ -273,7 +279,7 @@ def _fused(kernel: _Kernel, backward: bool, call: Call) -> Rule | None:
     if operands is None:
         return None
     if not backward:
-        return words.forward(*operands, logsumexp=[*lse, "~t"])
+        return words.forward(*operands, results=[words.out, [*lse, "~t"], FURTHER])
     bias = next((call[name] for name in BIASES if name in call), None)
     grads = words.bias(bias) if kernel.of_bias(call) else []
     # A kernel that is asked for the gradient of a bias by a flag gives an empty one.
@@ -395,29 +401,11 @@ def _in_blocks(
     return counts[0], counts[1]
 
 
-@dataclass(frozen=True)
-class FlexWords:
-    """Holds the words of one call."""
-
-    # Words for queries, keys, values and results.
-    heads: Heads
-    # Names of the tensors of the mask.
-    lists: Names
-    # (factor, size), of dims that have several blocks.
-    sizes: tuple[tuple[str, int], ...]
-
-    def rule(self, *operands: Sequence[str], results: Names) -> Rule:
-        """Return the rule of these words; ranks have equally many blocks."""
-        rule = self.heads.rule(*operands, results=results)
-        evenly = rule.evenly.union({"s"} if "s" in dict(self.sizes) else ())
-        return replace(rule, sizes=(*rule.sizes, *self.sizes), evenly=evenly)
-
-
 def _words_of(
     q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
-) -> FlexWords | None:
-    """Return words of a call; queries and keys are split in blocks of the mask if it
-    has several. None where words do not fit."""
+) -> tuple[Heads, Names] | None:
+    """Return words of a call, and of the tensors of its mask; queries and keys are
+    split in blocks of the mask if it has several. None where words do not fit."""
     query_blocks, key_blocks = _in_blocks(q, k, mask)
     splits = query_blocks is not None, key_blocks is not None
     heads = _flex_words(q, k, *splits)
@@ -435,40 +423,34 @@ def _words_of(
         heads = replace(heads, key=key, value=value)
         sizes += [("t", key_blocks), ("u", mask[-2])]
     lists = _lists(heads, mask, query_block)
-    return None if lists is None else FlexWords(heads, lists, tuple(sizes))
+    return None if lists is None else (replace(heads, blocks=tuple(sizes)), lists)
 
 
 def _flex(
     q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
 ) -> Rule | None:
-    words = _words_of(q, k, mask)
-    if words is None:
+    if (words := _words_of(q, k, mask)) is None:
         return None
-    heads = words.heads
-    operands = [*heads.inputs, *words.lists, *_captured(score_others, mask_others)]
+    heads, lists = words
+    operands = [*heads.inputs, *lists, *_captured(score_others, mask_others)]
     merged = [*heads.logsumexp, "~t"]
-    rule = words.rule(*operands, results=[heads.out, merged, merged])
-    weights = Gathered("t", len(operands) + 1)
-    return replace(rule, gathered=(weights,)) if heads.has_split_keys else rule
+    return heads.forward(*operands, results=[heads.out, merged, merged])
 
 
 def _flex_backward(
     q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
     score_others=(), mask_others=(),
 ) -> Rule | None:  # fmt: skip
-    words = _words_of(q, k, mask)
-    if words is None:
+    if (words := _words_of(q, k, mask)) is None:
         return None
-    heads = words.heads
+    heads, lists = words
     grads = [heads.out] * (grad is not None)
     grads += [heads.logsumexp] * (grad_lse is not None)
     captured_dims = _captured(score_others, mask_others)
     is_result = _torch.aot.gives_gradients(joint, score_others)
     results = [*heads.inputs, *_captured(list(compress(score_others, is_result)))]
-    return words.rule(
-        *heads.inputs, heads.out, heads.logsumexp, *grads, *words.lists, *captured_dims,
-        results=results,
-    )  # fmt: skip
+    operands = [*heads.inputs, heads.out, heads.logsumexp, *grads, *lists]
+    return heads.rule(*operands, *captured_dims, results=results)
 
 
 def _varlen_words(

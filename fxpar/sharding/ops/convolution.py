@@ -290,8 +290,8 @@ def _local_convolution_backward(
     bias_sizes: Any,
     *settings: Any,
 ) -> Any:
-    *given, mask = settings
-    s = _Settings(*given)
+    *rest, mask = settings
+    s = _Settings(*rest)
     own = _own_settings(call, s, 0, 2, 0 if s.transposed else 1)
     if bias_sizes is not None:
         bias_sizes = [call.operand_shape(0)[1]]

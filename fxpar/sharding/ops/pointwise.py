@@ -193,8 +193,14 @@ ROWS = {
         broadcast,
         linear="0+1",
     ),
-    **rows("mul.Tensor", broadcast, linear="0|1", facts="scales"),
-    **rows("div.Tensor div.Scalar", broadcast, linear="0", work="root", facts="scales"),
+    **rows("mul.Tensor prims::mul", broadcast, linear="0|1", facts="scales"),
+    **rows(
+        "div.Tensor div.Scalar prims::div",
+        broadcast,
+        linear="0",
+        work="root",
+        facts="scales",
+    ),
     **rows(
         "div.Tensor_mode div.Scalar_mode",
         _passing(_division, 0),
@@ -217,8 +223,6 @@ ROWS = {
     **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
     **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
     **rows("copy", _passing(_copy, 1)),
-    **rows("prims::mul", broadcast, linear="0|1"),
-    **rows("prims::div", broadcast, linear="0", work="root"),
     **rows("prims::fma", broadcast, linear="0+2|1+2"),
     **rows(
         "prims::copy_strided",

@@ -242,7 +242,7 @@ def _local_maximum_backward(
     return _pool_backward(k, call, grad, x, _Maximum(*settings), index)
 
 
-class Rows(NamedTuple):
+class OwnRows(NamedTuple):
     """Describes one dim of a shard with the rows around it."""
 
     # Rows of the whole dim.
@@ -259,14 +259,14 @@ def _shards(
     parts: Sequence[LaidOut],
     positions: tuple[int, int],
     k: int,
-) -> list[Rows]:
+) -> list[OwnRows]:
     """Return the last ``k`` dims of the pooled tensor as a rank has them. ``index``:
     maxima; ``positions``: of that tensor, and of the tensor with halos and windows."""
     build, (at, reader) = call.build, positions
     ends = {dim: rows for dim, *rows in halos_of(call, reader)}
     read = {window.dim: window for window in windows_of(call, reader)}
     laid_out = {one.window.dim: one for one in parts}
-    out: list[Rows] = []
+    out: list[OwnRows] = []
     for d in range(len(call.shapes[at]) - k, len(call.shapes[at])):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
         if d in laid_out:
@@ -274,16 +274,18 @@ def _shards(
         elif d in read:
             exchange = exchange_of(call, read[d])
             start = partial(build.compute, operator.mul, build.window_start(exchange))
-            out.append(Rows(whole, build.window_rows(exchange), start))
+            out.append(OwnRows(whole, build.window_rows(exchange), start))
         else:
             size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
             width = build.compute(operator.add, size, before + after)
-            out.append(Rows(whole, width, partial(_times, call, whole, axes, before)))
+            out.append(
+                OwnRows(whole, width, partial(_times, call, whole, axes, before))
+            )
     return out
 
 
 def _reindexed(
-    call: LocalCall, index: fx.Node, dims: Sequence[Rows], inward: bool
+    call: LocalCall, index: fx.Node, dims: Sequence[OwnRows], inward: bool
 ) -> fx.Node:
     """Return positions in the whole for positions in the shard with the rows around it;
     ``inward``: the reverse."""
@@ -466,11 +468,11 @@ class LaidOut:
         x = self.call.where(_along(self.call, self.inside, x, dim), x, 0)
         return added_at(self.call, x, shape, dim, self.places)
 
-    def as_rows(self, index: fx.Node) -> Rows:
+    def as_rows(self, index: fx.Node) -> OwnRows:
         """Return the dim as maxima count its rows. ``index``: maxima of each part."""
         shifts = _along(self.call, self.shifts, index, self.window.dim)
         start = partial(self.call.build.call, aten.mul.Tensor, shifts)
-        return Rows(self.window.rows, self.rows, start)
+        return OwnRows(self.window.rows, self.rows, start)
 
 
 def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOut]:

@@ -589,30 +589,26 @@ def _starts(offset: int) -> tuple[int, int]:
 def _local_diagonal(
     call: LocalCall, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    build, spec, shape = call.build, call.operands[0], call.shapes[0]
+    build, shape = call.build, call.shapes[0]
     dims = [dim % len(shape) for dim in (dim1, dim2)]
-    if not any(spec.dims[d] for d in dims):
+    if not any(call.operands[0].dims[d] for d in dims):
         return call.same(x, offset, dim1, dim2)
     count, axes = call.result_shape()[-1], call.results[0].dims[-1]
-    along = call.rule.results[0][-1]
     own = build.iota(build.own_size(count, axes), x.meta["val"].device)
-    places, inside = [], []
+    places, parts = [], []
     for d, start in zip(dims, _starts(offset), strict=True):
-        if along and call.rule.operands[0][d] == along:
-            places.append(own)
-            continue
         first = build.own_start(count, axes, start)
         place = build.call(aten.add.Tensor, own, first)
         part = part_of(call, d, place)
         places.append(place if part is None else part.read())
         if part is not None:
             x = part.rows_of(x)
-            inside.append(part.inside)
+            parts.append(part)
     others = [d for d in range(len(shape)) if d not in dims]
     x = build.call(aten.permute.default, x, [*others, *dims])
     elements = build.call(aten.index.Tensor, x, [*[None] * len(others), *places])
-    for here in inside:
-        elements = call.where(here, elements, 0)
+    for part in parts:
+        elements = call.where(part.inside, elements, 0)
     return elements
 
 
@@ -626,29 +622,28 @@ def _local_diagonal_scatter(
 ) -> fx.Node:
     """Return ``x`` with the elements of ``source`` that fall into this rank's rows and
     columns."""
-    build, like = call.build, source.meta["val"]
-    shape, spec, words = call.result_shape(), call.results[0], call.rule.results[0]
-    dims = [dim % len(shape) for dim in (dim1, dim2)]
-    if not any(spec.dims[d] for d in dims) or not call.shapes[1][-1]:
+    build, spec, shape = call.build, call.results[0], call.result_shape()
+    dims, ndim = [dim % len(shape) for dim in (dim1, dim2)], len(shape)
+    count, device = call.shapes[1][-1], source.meta["val"].device
+    if not any(spec.dims[d] for d in dims) or not count:
         return call.same(x, source, offset, dim1, dim2)
-    along = call.rule.operands[1][-1]
-    numbers = []
+    numbers = []  # of rows, and of columns, along the diagonal
     for d, start in zip(dims, _starts(offset), strict=True):
-        own = build.iota(build.own_size(shape[d], spec.dims[d]), like.device)
+        own = build.iota(build.own_size(shape[d], spec.dims[d]), device)
         first = build.own_start(shape[d], spec.dims[d], -start)
         numbers.append(build.call(aten.add.Tensor, own, first))
-    last = len(shape) - 1
-    columns = [trailing(call, n, last - d) for n, d in zip(numbers, dims, strict=True)]
+    columns = [
+        trailing(call, n, ndim - 1 - d) for n, d in zip(numbers, dims, strict=True)
+    ]
     hit = build.call(aten.eq.Tensor, *columns)
-    lead = next((k for k, d in enumerate(dims) if along and words[d] == along), None)
-    if lead is None:
-        lead, count = 0, call.shapes[1][-1]
-        place = build.call(aten.clamp.default, numbers[0], 0, count - 1)
-        source = rows_at(call, source, like.dim() - 1, place)
+    part = part_of(call, ndim - 2, numbers[0], operand=1)
+    place = build.call(aten.clamp.default, numbers[0], 0, count - 1)
+    if part is not None:
+        source, place = part.rows_of(source), part.read()
+    source = rows_at(call, source, ndim - 2, place)
     source = build.call(aten.unsqueeze.default, source, -1)
-    ends = [dims[lead], dims[1 - lead]]
-    order = [*(d for d in range(len(shape)) if d not in dims), *ends]
-    places = [order.index(d) for d in range(len(shape))]
+    order = [*(d for d in range(ndim) if d not in dims), *dims]
+    places = [order.index(d) for d in range(ndim)]
     source = build.call(aten.permute.default, source, places)
     return build.call(aten.where.self, hit, source, x)
 
@@ -682,7 +677,7 @@ ROWS = {
         facts="splits by_row",
     ),
     **moves("unbind.int", unbind, local=_local_unbind),
-    **moves("cat", cat, facts="copies pointwise by_row"),
+    **moves("cat prims::cat", cat, facts="copies pointwise by_row"),
     **moves("stack _stack", stack),
     **moves("unfold", unfold, local=_local_unfold),
     **rows(
@@ -694,7 +689,6 @@ ROWS = {
     ),
     **moves("flip prims::rev", mirror),
     **moves("repeat", repeat, local=_local_repeat, facts="copies"),
-    **moves("prims::cat", cat),
     **rows("constant_pad_nd", constant_pad, facts="copies moves pointwise"),
     **rows(
         "replication_pad1d_backward replication_pad2d_backward "
