@@ -1,12 +1,17 @@
-"""Decomposes ops of a bound graph for which Inductor has no kernel.
+"""Replaces ops that run in one way only: those for which Inductor has no kernel
+(``decompose``), and those that torch runs in compiled code only (``op_by_op``).
 
-In: the graph one rank runs. Out: the same graph, changed in place, computing the same
-values. AOTAutograd traces a program with Inductor's decompositions; ops that passes add
-later were never traced, and Inductor refuses an op that it decomposes. It also refuses
-(2.13) flex_attention on CPU that returns log-sum-exps: that is written out by products
-and a softmax over all scores, whose functions of scores and masks are graphs. Never: an
-op that Inductor takes is touched, or a graph that is run op by op; the lists of blocks
-of a flex_attention are not read: they say what a kernel skips, not what a query sees.
+``decompose``. In: the graph one rank runs. Out: the same graph, changed in place,
+computing the same values. AOTAutograd traces a program with Inductor's decompositions;
+ops that passes add later were never traced, and Inductor refuses an op that it
+decomposes. It also refuses (2.13) flex_attention on CPU that returns log-sum-exps: that
+is written out by products and a softmax over all scores, whose functions of scores and
+masks are graphs. Never: an op that Inductor takes is touched, or a graph that is run op
+by op; the lists of blocks of a flex_attention are not read: they say what a kernel
+skips, not what a query sees.
+
+``op_by_op``. In: the target of a call, and the dtype that it names. Out: the function
+to call in its place; for most ops the target itself.
 """
 
 from __future__ import annotations
@@ -139,3 +144,43 @@ def _replace_uses(
             item.replace_all_uses_with(copies[result[item.args[1]]])
             item.graph.erase_node(item)
     node.graph.erase_node(node)
+
+
+# Ops that torch runs in compiled code only, where ops run one by one
+
+_IOTA = torch.ops.prims.iota.default
+
+# torch makes an identity matrix of the smallest dtype that counts its rows; on CPU it
+# (2.13) has no iota in these dtypes.
+_WIDE = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def op_by_op(target: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return the function to call for an op."""
+    if target is _IOTA and dtype in _WIDE:
+        return count
+    if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
+
+        def run(*args: Any) -> Any:
+            return _with_gradients(target, *args)
+
+        return run
+    return target
+
+
+def count(length: int, *, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """Return ``length`` evenly spaced integers, as ``prims.iota``, in any dtype."""
+    return _IOTA(length, dtype=torch.int64, **options).to(dtype)
+
+
+def _with_gradients(target: Any, *args: Any) -> Any:
+    """Run the backward of flex_attention, which (torch 2.13) computes gradients of
+    captured tensors only if they require gradients when it runs."""
+    joint, captured = args[8], args[12] if len(args) > 12 else ()
+    (results,) = joint.graph.output_node().args
+    operands = [
+        x if grad is None else x.detach().requires_grad_()
+        for x, grad in zip(captured, results[5:], strict=True)
+    ]
+    with torch.no_grad():
+        return target(*args[:12], tuple(operands), *args[13:])

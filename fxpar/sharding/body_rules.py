@@ -48,71 +48,58 @@ class Ties:
     splits_slices: bool = False
 
 
-def _inputs(
-    *groups: tuple[Sequence[Any], bool], first: int = 0
-) -> tuple[tuple[int | None, bool], ...]:
-    """Return ``Ties.inputs`` for groups of (arguments, whether slices are given)."""
-    out: list[tuple[int | None, bool]] = []
-    for values, sliced in groups:
-        for x in values:
-            is_tensor = isinstance(x, torch.Tensor)
-            out.append((first if is_tensor else None, sliced))
-            first += is_tensor
-    return tuple(out)
+@dataclass(frozen=True)
+class CallForm:
+    """Holds the positions of an op's arguments that are its bodies and their inputs."""
+
+    # The bodies that compute results.
+    bodies: tuple[int, ...]
+    # The lists that are inputs of each body, in order.
+    inputs: tuple[int, ...]
+    # The list of inputs of which a body takes a row at each step; results that are not
+    # carried are then stacked rows.
+    rows: int | None = None
+    # The list of inputs that a loop carries from step to step.
+    carried: int | None = None
+    # The test of a loop; None: it has none.
+    test: int | None = None
 
 
-def _outputs(count: int, whole: int) -> tuple[tuple[int | None, bool], ...]:
-    """Return ``count`` results, where those after the first ``whole`` are stacked
-    slices."""
-    return tuple((i, i >= whole) for i in range(count))
-
-
-def _cond(count: int, pred: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Ties:
-    first = int(isinstance(pred, torch.Tensor))
-    outputs = _outputs(count, count)
-    return Ties((yes, no), _inputs((operands, False), first=first), (outputs, outputs))
-
-
-def _map(count: int, body: Any, xs: Sequence[Any], others: Sequence[Any]) -> Ties:
-    inputs = _inputs((xs, True), (others, False))
-    return Ties((body,), inputs, (_outputs(count, 0),), splits_slices=True)
-
-
-def _scan(
-    count: int, body: Any, init: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]
-) -> Ties:
-    inputs = _inputs((init, False), (xs, True), (others, False))
-    outputs = _outputs(count, len(init))
-    return Ties((body,), inputs, (outputs,), carried=len(init))
-
-
-def _while(
-    count: int, test: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]
-) -> Ties:
-    inputs = _inputs((carried, False), (others, False))
-    outputs = _outputs(count, count)
-    return Ties((test, body), inputs, (((None, False),), outputs), carried=len(carried))
-
-
-# op -> function of (number of results, *arguments) that returns its Ties.
-TIES: dict[str, Callable[..., Ties]] = {
-    "higher_order::cond": _cond,
-    "higher_order::map_impl": _map,
-    "higher_order::scan": _scan,
-    "higher_order::while_loop": _while,
+FORMS: dict[str, CallForm] = {
+    "higher_order::cond": CallForm((1, 2), (3,)),
+    "higher_order::map_impl": CallForm((0,), (1, 2), rows=1),
+    "higher_order::scan": CallForm((0,), (1, 2, 3), rows=2, carried=1),
+    "higher_order::while_loop": CallForm((1,), (2, 3), carried=2, test=0),
 }
 
 
 def ties_of(target: Any, args: Sequence[Any], result: Any) -> Ties | None:
     """Return how a call's tensors become tensors of its bodies; None if the op is not
     known, or if a loop takes, carries or gives a value that is no tensor."""
-    make = TIES.get(_torch.aot.higher_order_name(target))
+    form = FORMS.get(_torch.aot.higher_order_name(target))
     results = result if isinstance(result, (list, tuple)) else [result]
-    if make is None or not all(isinstance(x, torch.Tensor) for x in results):
+    if form is None or not all(isinstance(x, torch.Tensor) for x in results):
         return None
-    ties = make(len(results), *args)
-    carried = ties.inputs[: ties.carried]
-    return None if any(i is None for i, _ in carried) else ties
+    first = int(isinstance(args[0], torch.Tensor))  # the condition of a branch
+    inputs: list[tuple[int | None, bool]] = []
+    for i in form.inputs:
+        for x in args[i]:
+            is_tensor = isinstance(x, torch.Tensor)
+            inputs.append((first if is_tensor else None, i == form.rows))
+            first += is_tensor
+    carried = 0 if form.carried is None else len(args[form.carried])
+    if any(i is None for i, _ in inputs[:carried]):
+        return None
+    sliced = form.rows is not None
+    outputs = tuple((i, sliced and i >= carried) for i in range(len(results)))
+    tests = [] if form.test is None else [form.test]
+    return Ties(
+        tuple(args[i] for i in (*tests, *form.bodies)),
+        tuple(inputs),
+        (*[((None, False),)] * len(tests), *[outputs] * len(form.bodies)),
+        carried,
+        splits_slices=sliced and form.carried is None,
+    )
 
 
 if TYPE_CHECKING:

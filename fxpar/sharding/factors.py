@@ -31,7 +31,7 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -125,13 +125,12 @@ class RowWindow:
     position: int
     # The tensor's dim.
     dim: int
-    # Number of rows of the dim; this and what follows is known with ``reach``.
-    rows: int = 0
+    # Number of rows of the dim.
+    rows: int
     # Number of rows of the other tensor.
-    count: int = 0
-    # The rows of the dim that each row of the other tensor reads, or adds to. None:
-    # those of the shard and of its halo, and all shards are equal.
-    reach: Reach | None = None
+    count: int
+    # The rows of the dim that each row of the other tensor reads, or adds to.
+    reach: Reach
     # Rows before and after a shard that its windows reach, where all shards of the
     # other tensor are equal: its halo, which permutes send. None: shards of this tensor
     # do not match the other's.
@@ -208,8 +207,8 @@ class Rule:
     # Rows that ranks exchange, dim by dim. Tensors have different numbers of rows of
     # these dims, and one factor: its size is the smallest of the numbers but 0.
     moves: tuple[RowMoves, ...] = ()
-    # Rows of dims whose shards need more rows, or other rows. Where these have a reach,
-    # too, tensors have different numbers of rows of one factor.
+    # Rows of dims whose shards need more rows, or other rows: here too tensors have
+    # different numbers of rows of one factor.
     windows: tuple[RowWindow, ...] = ()
 
     @cached_property
@@ -251,10 +250,8 @@ class Rule:
         """Return the factors whose rows ranks exchange."""
         dims = {moves.dim for moves in self.moves}
         moved = (f for t in self.tensors for d in dims for f in t[d])
-        return self._read(w for w in self.windows if w.reach is not None).union(moved)
-
-    def _read(self, windows: Iterable[RowWindow]) -> frozenset[str]:
-        return frozenset(f for w in windows for f in self.tensors[w.position][w.dim])
+        read = (f for w in self.windows for f in self.tensors[w.position][w.dim])
+        return frozenset(read).union(moved)
 
     @cached_property
     def even_factors(self) -> frozenset[str]:
@@ -265,8 +262,7 @@ class Rule:
     def exchanged(self) -> frozenset[str]:
         """Return the factors whose shards are not computed separately: ranks exchange
         rows or weights."""
-        gathered = (mark.factor for mark in self.gathered)
-        return self.moved.union(self._read(self.windows), gathered)
+        return self.moved.union(mark.factor for mark in self.gathered)
 
     @cached_property
     def contracted(self) -> frozenset[str]:

@@ -4,14 +4,17 @@ A tensor that is not split is whole on every rank: as an operand it gives its ro
 that rank alone, as a result it gets them all. Shards may be of any size, also 0.
 In: how an op moves rows of a dim (``RowMoves``), the axes that split the dim, and for
 which tensors. Out: for each pair of members of a group the ``Run``s of rows that go
-from one to the other, as numbers; the most that a rank sends, and its price.
+from one to the other, as numbers; the most that a rank sends, and its price. Of several
+exchanges of rows of one tensor: the exchange of the window of rows that all of them
+reach, and whether it takes less time; ``passes.local.share_exchanges`` chooses those
+that share in a local graph, and a search prices the same choice (``search.formulate``).
 Never: looks at graphs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -277,3 +280,102 @@ def seconds(exchange: Exchange, mesh: Mesh, row: float) -> float:
     if not nbytes:
         return 0.0
     return along(kind, mesh, mesh.ordered(exchange.axes)).seconds(nbytes)
+
+
+# Exchanges of one tensor that several ops share: of slices along a split dim with
+# equally many rows, or of their gradients, which are put into zeros and added up.
+
+
+def around(n: int, positions: range) -> list[RowPiece]:
+    """Return the pieces of ``n`` rows of the first operand, with the second's at
+    ``positions``."""
+    start, step, rows = positions.start, positions.step, len(positions)
+    last = start + step * (rows - 1)
+    pieces = [RowPiece(0, 0, start), RowPiece(1, 0, rows, at=start, stride=step)]
+    for i in range(1, step):
+        between = len(range(start + i, last, step))
+        pieces.append(RowPiece(0, 0, between, start + i, step, start + i, step))
+    pieces.append(RowPiece(0, 0, n - last - 1, last + 1, at=last + 1))
+    return [piece for piece in pieces if piece.count]
+
+
+def sliced_at(moves: RowMoves) -> int | None:
+    """Return the first row of a contiguous slice; None of other moves."""
+    if len(moves.pieces) != 1:
+        return None
+    first = moves.pieces[0].first
+    return first if moves == slice_at(moves, first) else None
+
+
+def slice_at(moves: RowMoves, first: int) -> RowMoves:
+    """Return the slice with equally many rows that begins at ``first``."""
+    (n,), (rows,) = moves.sources[:1], moves.targets[:1]
+    return RowMoves(moves.dim, (n,), (rows,), (RowPiece(0, 0, rows, first),))
+
+
+def put_at(moves: RowMoves) -> int | None:
+    """Return the row of the first operand at which a contiguous second operand is put;
+    None of other moves."""
+    put = [piece for piece in moves.pieces if piece.source == 1]
+    if len(moves.sources) != 2 or len(put) != 1:
+        return None
+    return put[0].at if moves == put_from(moves, put[0].at) else None
+
+
+def put_from(moves: RowMoves, first: int) -> RowMoves:
+    """Return the move that puts equally many rows into as many from ``first`` on."""
+    n, rows = moves.sources
+    pieces = tuple(around(n, range(first, first + rows)))
+    return RowMoves(moves.dim, (n, rows), (n,), pieces)
+
+
+def window_of(exchanges: Sequence[Exchange]) -> Exchange:
+    """Return the exchange that reads at once the rows that slices of the same kind
+    reach; for rows that are put, the exchange that adds them at once."""
+    moves, axes = exchanges[0].moves, exchanges[0].axes
+    adds = len(moves.sources) > 1
+    firsts = firsts_of(exchanges)
+    reach = Reach(1, first=min(firsts), span=max(firsts) - min(firsts) + 1)
+    pieces = (RowPiece(0, 0, moves.sources[0]),)
+    ends = moves.sources[1:] + moves.targets if adds else moves.sources + moves.targets
+    window = RowMoves(moves.dim, ends[:1], ends[1:], pieces, 0, reach, adds)
+    return Exchange(window, axes, (True,), (True,))
+
+
+def firsts_of(exchanges: Sequence[Exchange]) -> list[int]:
+    """Return where each slice begins, or where each operand is put."""
+    return [
+        piece.at if len(x.moves.sources) > 1 else piece.first
+        for x in exchanges
+        for piece in x.moves.pieces
+        if piece.source == len(x.moves.sources) - 1
+    ]
+
+
+def is_split(exchange: Exchange) -> bool:
+    """Return whether all operands and results of an exchange are split."""
+    return all(exchange.split_sources) and all(exchange.split_targets)
+
+
+def is_faster(
+    window: Exchange, exchanges: Collection[Exchange], mesh: Mesh, row: float
+) -> bool:
+    """Return whether a window takes less time than separate exchanges, for rows of
+    ``row`` bytes, and sends no more."""
+    separate = sum(seconds(exchange, mesh, row) for exchange in exchanges)
+    rows = sum(crossing(exchange, mesh)[0] for exchange in exchanges)
+    sends_more = crossing(window, mesh)[0] > rows
+    return not sends_more and seconds(window, mesh, row) < separate
+
+
+def sharing_key(exchange: Exchange) -> Exchange | None:
+    """Return a key that is equal for all exchanges that may share one; None if it
+    cannot be shared."""
+    if not is_split(exchange):
+        return None
+    moves = exchange.moves
+    if sliced_at(moves) is not None:
+        return replace(exchange, moves=slice_at(moves, 0))
+    return (
+        None if put_at(moves) is None else replace(exchange, moves=put_from(moves, 0))
+    )

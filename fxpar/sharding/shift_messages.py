@@ -165,7 +165,7 @@ def halo_of(window: RowWindow, axes: Axes, mesh: Mesh) -> tuple[int, int] | None
     send, where all shards are equal; None of other windows."""
     ends = window.count, window.rows  # with shares only one of them may be even
     is_even = all(shard_sizes.is_even(n, mesh, axes) for n in ends)
-    return window.halo if window.reach is None or is_even else None
+    return window.halo if is_even else None
 
 
 def exchange_of_window(

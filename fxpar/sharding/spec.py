@@ -13,7 +13,7 @@ Never: uses DTensor placements outside of ``Spec.to_placements`` and
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,19 +156,18 @@ class Spec:
 
     def evened(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
         """Return the spec without the splits that give unequal shards."""
-        dims = [
-            axes if shard_sizes.is_even(size, mesh, axes) else ()
-            for size, axes in zip(shape, self.dims, strict=True)
-        ]
-        return Spec.of(dims, self.partial)
+        return self._where(shard_sizes.is_even, mesh, shape)
 
     def in_chunks(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
         """Return the spec without the splits that a DTensor's ``Shard`` cannot
         express."""
-        dims = [
-            axes if shard_sizes.is_in_chunks(size, mesh, axes) else ()
-            for size, axes in zip(shape, self.dims, strict=True)
-        ]
+        return self._where(shard_sizes.is_in_chunks, mesh, shape)
+
+    def _where(
+        self, test: Callable[..., bool], mesh: Mesh, shape: Sequence[int]
+    ) -> Spec:
+        pairs = zip(shape, self.dims, strict=True)
+        dims = [axes if test(size, mesh, axes) else () for size, axes in pairs]
         return Spec.of(dims, self.partial)
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:

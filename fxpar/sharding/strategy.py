@@ -134,8 +134,6 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     factors: in contiguous shards, of one size where the rule requires it, none of them
     empty where the op does not run on empty shards."""
     for window in rule.windows:
-        if window.reach is None:
-            continue  # all shards are equal
         (factor,) = rule.tensors[window.position][window.dim]
         least = shard_sizes.smallest(window.count, mesh, axes_of.get(factor, ()))
         if not least and rule.empty != "fill":

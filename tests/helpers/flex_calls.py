@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.passes.op_by_op import op_by_op
+from fxpar.passes.decompose import op_by_op
 from fxpar.planning import TracedPlan
 
 

@@ -9,8 +9,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar import _torch
-from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.local.localize import localize
+from fxpar.passes.local.localize import insert_reshards, localize
 from fxpar.sharding.decide import Decision
 
 

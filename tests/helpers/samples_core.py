@@ -112,9 +112,43 @@ def _by_schema(op: Any, layout: list[torch.Tensor]) -> Sample:
 _INTEGER = set(keys(_WHOLE_NUMBERS))
 _INCREASING = pointwise.INCREASING + " erf exp sigmoid tanh"
 _SIGNED = set(keys(_INCREASING + " gelu silu mish hardswish"))
+# Ops whose tag says that they are pointwise.
+TAGGED = """
+    abs acos acosh asin atan2 atanh copysign.Scalar copysign.Tensor cosh digamma
+    erfc erfinv fmod.Scalar fmod.Tensor gcd hypot i0 igamma igammac ldexp.Tensor
+    lgamma log10 log2 logaddexp nextafter polygamma pow.Scalar pow.Tensor_Scalar
+    pow.Tensor_Tensor remainder.Scalar remainder.Scalar_Tensor remainder.Tensor
+    round.decimals rsub.Scalar sign silu sinc square sub.Scalar add.Scalar tan
+    special_erfcx special_ndtri special_i0e
+    special_i1 special_i1e special_zeta special_zeta.other_scalar
+    special_zeta.self_scalar special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_spherical_bessel_j0
+    eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
+    le.Scalar le.Tensor lt.Scalar lt.Tensor isinf isnan signbit logical_and
+    logical_not logical_or logical_xor bitwise_and.Scalar bitwise_and.Scalar_Tensor
+    bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor bitwise_left_shift.Tensor
+    bitwise_left_shift.Tensor_Scalar bitwise_not bitwise_or.Scalar
+    bitwise_or.Scalar_Tensor bitwise_or.Tensor bitwise_right_shift.Scalar_Tensor
+    bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
+    bitwise_xor.Scalar_Tensor bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor
+    __rshift__.Scalar __rshift__.Tensor
+"""
+POLYNOMIALS = " ".join(
+    f"special_{name}{overload}"
+    for name in (
+        *(f"chebyshev_polynomial_{kind}" for kind in "tuvw"),
+        *(f"shifted_chebyshev_polynomial_{kind}" for kind in "tuvw"),
+        *("hermite_polynomial_h", "hermite_polynomial_he"),
+        *("laguerre_polynomial_l", "legendre_polynomial_p"),
+    )
+    for overload in ("", ".n_scalar", ".x_scalar")
+)
 _PLAIN = " ".join(
     (
-        *(pointwise.NONLINEAR, pointwise.TESTS, pointwise.POLYNOMIALS),
+        *(pointwise.NONLINEAR, TAGGED, POLYNOMIALS),
         *(_INCREASING, pointwise.PLAIN, pointwise.COPIES),
         "cos sin gelu log log1p reciprocal rsqrt sqrt mul.Scalar div.Scalar",
         "alias clone detach lift_fresh_copy _lazy_clone",
@@ -507,9 +541,8 @@ _add("squeeze", _s(_FLAT, [1, 3]), namespace="prims")
 _add("transpose", _s(_T, [2, 0, 1]), namespace="prims")
 _add("rev", _s(_T, [1]), namespace="prims")
 _add("cat", _s([_A, _f(4, 2)], 1), namespace="prims")
-_add("as_strided", _s(_A, [8, 4], [1, 8], 0), namespace="prims")
-_STRIDED = _s(_A, _f(4, 8), [4, 8], [8, 1], 0), _s(_A, _f(4), [4], [8], 3)
-_add("as_strided_scatter", *_STRIDED, namespace="prims")
+_add("as_strided", _s(_A, [8, 4], [4, 1], 0), namespace="prims")
+_add("as_strided_scatter", _s(_A, _f(8, 4), [8, 4], [4, 1], 0), namespace="prims")
 _add("view_of_dtype", _s(_T, I64), namespace="prims")
 
 # Sources

@@ -475,6 +475,24 @@ def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -
     assert not torch.allclose(wrong.simulate(*inputs()), want)
 
 
+def test_a_result_that_is_a_slice_on_a_rank() -> None:
+    """The backward puts rows into a split dim with a spare one, which it cuts off."""
+
+    def fn(p: Tensor, x: Tensor) -> Tensor:
+        return torch.cond(
+            p.sum() > 0,
+            lambda x: x.topk(2, 1)[0] * 1,
+            lambda x: x.topk(2, 1, largest=False)[0] * 1,
+            (x,),
+        ).sum()
+
+    args = torch.ones(2), torch.randn(6, 8, requires_grad=True)
+    how = {"mesh": "tp=2", "mode": "propagate", "in_specs": [None, (None, "tp")]}
+    plan = fxpar.plan(fn, *args, grad=True, **how)
+    got, want = plan.outcome(*args), plan.reference_outcome(*args)
+    torch.testing.assert_close(got.gradients, want.gradients)
+
+
 def test_classes_are_of_the_dims_that_factors_join() -> None:
     plan = planned(CONTROL["mapped"])
     assert plan.result is not None

@@ -227,12 +227,12 @@ def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
     def short(*args: Any) -> convolution.SpatialDims:
         found = real(*args)
         first = end == "padding"
-        read = tuple(
+        read = [
             replace(window, halo=(a - first, b - (not first)))
             for window in found.read
             for a, b in [window.halo]
-        )
-        return replace(found, read=read)
+        ]
+        return found._replace(read=read)
 
     monkeypatch.setattr("fxpar.sharding.ops.convolution.spatial_dims", short)
     x, weight = draw(1, 1, 8), draw(1, 1, 3)

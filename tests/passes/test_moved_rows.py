@@ -17,7 +17,7 @@ from fxpar.graph.builder import Builder
 from fxpar.passes import moved_rows
 from fxpar.passes.local import share_exchanges
 from fxpar.passes.simulate.one_op import OneOp
-from fxpar.sharding import row_moves, shared_rows
+from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
@@ -372,9 +372,9 @@ def test_gradients_of_any_size(mesh: str, rows: int) -> None:
 def test_gradients_put_at_the_wrong_row_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = shared_rows.firsts_of
+    real = row_moves.firsts_of
     monkeypatch.setattr(
-        shared_rows, "firsts_of", lambda exchanges: sorted(real(exchanges))
+        row_moves, "firsts_of", lambda exchanges: sorted(real(exchanges))
     )
     with pytest.raises(AssertionError):
         gradient_rows(weighed, 18)

@@ -282,14 +282,14 @@ def test_parts_of_a_dim(name: str, mesh: str) -> None:
 
 
 def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = pools.UnevenParts
+    parts = pools.LaidOut
     monkeypatch.setattr(parts, "arranged", lambda self, x, fill: _unmasked(self, x))
     with pytest.raises(AssertionError):
-        check(*planned(PARTS["averages"]))
+        check(*planned(PARTS["maxima"]))
 
 
 def _unmasked(parts: Any, x: Any) -> Any:
-    index = [*[None] * parts.dim, parts.places]
+    index = [*[None] * parts.window.dim, parts.places]
     return parts.call.build.call(torch.ops.aten.index.Tensor, x, index)
 
 
@@ -352,15 +352,22 @@ def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(near_rows, "_mask", lambda *a: torch.zeros_like(real(*a)))
 
 
-def the_filter_of_plain_bicubic(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(resampling, "_SHARPNESS", -0.75)
+def weights_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    """Weights of a window that begin with its second row."""
+    real = resampling.rows_read
+
+    def late(*args: Any) -> Any:
+        i, rows, places = real(*args)
+        return i, args[0].build.call(torch.ops.aten.add.Tensor, rows, 1), places
+
+    patch.setattr(resampling, "rows_read", late)
 
 
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
         (a_window_one_row_short, "smoothed"),
-        (the_filter_of_plain_bicubic, "smoothed bicubic"),
+        (weights_of_the_next_row, "smoothed bicubic"),
         (a_window_one_row_short, "no padding"),
         (a_window_one_row_late, "no padding"),
         (rows_put_and_not_added, "no padding"),

@@ -17,10 +17,10 @@ TRIALS: dict[str, Trial] = {}
 
 # OpInfos that reach an op without a rule, and why there is none.
 LEFT = {
-    "as_strided": "windows that overlap, or run over the end of a row",
+    "as_strided": "strides that are no reshape",
     "as_strided.partial_views": "of a view, whose strides skip over memory",
-    "as_strided_copy": "windows that overlap, or run over the end of a row",
-    "as_strided_scatter": "windows that overlap, or run over the end of a row",
+    "as_strided_copy": "strides that are no reshape",
+    "as_strided_scatter": "strides that are no reshape",
     "nn.functional.embedding": "max_norm rescales rows of the table in place",
     "nn.functional.embedding_bag": "max_norm rescales rows of the table in place",
     "resize_as_": "memory read in another shape, some of it undefined",

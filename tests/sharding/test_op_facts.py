@@ -41,7 +41,7 @@ FORMS = {
 
 # Families whose rules say nothing of what their ops cost: an op has facts by torch, or
 # its row states some, or it is one of those listed here, of which there is none.
-UNSAID = ("views", "slicing", "diagonals", "padding", "indexing", "sources")
+UNSAID = ("views", "slicing", "indexing", "sources")
 LIGHT = {
     *("aten.unfold_backward", "prims.fill"),
     *(f"aten.replication_pad{k}d_backward" for k in (1, 2, 3)),

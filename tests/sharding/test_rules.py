@@ -27,7 +27,7 @@ from fxpar.passes.simulate.one_op import (
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import Row, keys
-from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, sources
+from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, row_of, sources
 from fxpar.sharding.ops.reduction import over, over_all
 from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
@@ -167,7 +167,7 @@ BODIES = {f"higher_order::flex_attention{x}" for x in ("", "_backward")}
 # These stand between the shapes of a rank and global ones, or send something:
 # tests/features/regions/test_shard_map.py runs them.
 REGIONS = set(own_op_rules.ROWS)
-ROWS = [key for key in TABLE if key not in BODIES | REGIONS]
+ROWS = [key for key in {**TABLE, **SAMPLES} if key not in BODIES | REGIONS]
 
 
 @pytest.mark.parametrize("key", ROWS, ids=name_of)
@@ -202,7 +202,15 @@ def test_row_on_two_axes(key: Any) -> None:
 
 
 def test_every_sample_has_a_row() -> None:
-    assert SAMPLES.keys() <= TABLE.keys()
+    assert all(key in TABLE or row_of(op_of(key)) for key in SAMPLES)
+
+
+def test_a_pointwise_op_needs_no_row() -> None:
+    """Its tag says that it is pointwise, if it gives one tensor and draws nothing."""
+    aten = torch.ops.aten
+    assert row_of(aten.xlogy.Tensor) and row_of(aten.special_i1.default)
+    assert aten.xlogy.Tensor not in TABLE
+    assert row_of(aten.bernoulli.out) is None and row_of(aten.xlogy_.Tensor) is None
 
 
 def test_a_minor_factor_is_split_only_below_complete_ones() -> None:

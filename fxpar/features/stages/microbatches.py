@@ -30,8 +30,7 @@ from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
 from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
-from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.local.localize import partition
+from fxpar.passes.local.localize import insert_reshards, partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
 from fxpar.sharding.cut_in_time import MEMORY, whole_in_time

@@ -16,19 +16,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.node_copies import add_node
+from fxpar._torch.node_copies import add_node, copy_node
 from fxpar.errors import PlanError
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder, Size, value_of
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
-from fxpar.sharding.body_rules import TIES, Inside
+from fxpar.passes.lower import restrided
+from fxpar.sharding.body_rules import FORMS, Inside
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
@@ -40,15 +42,12 @@ from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
-# Key of ``meta``: position of a result -> [(dim to slice, its size)].
-CUTS = "fxpar_cuts"
-
 
 def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     """Append one op on local arguments: its local form, or the op itself, with the
     shape argument, if its row marks one, made local. An operand of which a rank holds
     no rows is padded to a row of zeros for an op that cannot run without rows; the row
-    is cut off the result, or where several results are read (``cut``)."""
+    is cut off the results."""
     n = len(call.operands)
     read = {(window.position, window.dim) for window in call.rule.windows}
     empty = [
@@ -72,18 +71,17 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     cuts = [
         [(d, call.local_shape(i)[d]) for d in dims] for i, dims in enumerate(empty[n:])
     ]
-    if isinstance(result, tuple):
-        ends = iter(cuts)
-        return tuple(
-            cut(call.build, x, next(ends)) if isinstance(x, fx.Node) else x
-            for x in result
-        )
-    if isinstance(result.meta["val"], torch.Tensor):
+    value = value_of(result)
+    if isinstance(value, torch.Tensor):
         return cut(call.build, result, cuts[0])
-    values = result.meta["val"]
-    places = [k for k, x in enumerate(values) if isinstance(x, torch.Tensor)]
-    result.meta[CUTS] = dict(zip(places, cuts, strict=True))
-    return result
+    if not isinstance(result, tuple):
+        item = partial(call.build.call, operator.getitem, result)
+        result = tuple(item(k) for k in range(len(value)))
+    ends = iter(cuts)
+    return tuple(
+        cut(call.build, x, next(ends)) if isinstance(y, torch.Tensor) else x
+        for x, y in zip(result, value, strict=True)
+    )
 
 
 def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node:
@@ -174,7 +172,7 @@ def local_op(
         return _copied(build, node, args, kwargs)
     shapes = _shapes(op, program)
     call = LocalCall(build, node, op.rule, operands, results, shapes)
-    if _torch.aot.higher_order_name(node.target) in TIES:
+    if _torch.aot.higher_order_name(node.target) in FORMS:
         args = _local_bodies(call, args, strategy.axes_of)
     result = local_form(call, args, kwargs)
     _check(result, op, program, results, build.mesh)
@@ -270,17 +268,39 @@ def _local_body(
                     inner, node, op, program, strategy, copies.__getitem__
                 )
             continue
-        copy = copies[node] = inner.graph.node_copy(node, copies.__getitem__)
-        copy.meta = dict(node.meta)
-        copy.meta.pop("tensor_meta", None)
+        if node.op == "output":
+            results = fx.node.map_arg(node.args, partial(_result, inner, copies))
+            inner.graph.output(*results).meta = dict(node.meta)
+            continue
+        copy = copies[node] = copied_node(inner.graph, node, copies)
         if node.op == "placeholder" and (node, 0) in program.value_of:
             spec = Spec.of(bodies.axes_of(program.value_of[node, 0], b, axes))
             copy.meta["val"] = local_like(
                 node.meta["val"], spec, build.mesh, build.fake_mode
             )
-        elif node.target is operator.getitem:
-            source, key = copy.args
-            copy.meta["val"] = source.meta["val"][key]
     inner.graph.eliminate_dead_code()
     inner.graph.lint()
     return module_of(body, inner.graph)
+
+
+def _result(build: Builder, copies: Mapping[fx.Node, Any], node: fx.Node) -> fx.Node:
+    """Return the local result of a body in the memory layout of the global one: the
+    calls that run bodies refuse slices of tensors."""
+    copy, value = copies[node], node.meta.get("val")
+    with build.at(node):
+        is_tensor = isinstance(value, torch.Tensor)
+        return restrided(build, copy, value) if is_tensor else copy
+
+
+def copied_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> Any:
+    """Return the copy of a node that is no op: of an item of an op, the node that gives
+    it."""
+    item = node.target is operator.getitem
+    results: Any = copies[node.args[0]] if item else None
+    if isinstance(results, tuple):
+        return results[node.args[1]]
+    copy = copy_node(graph, node, copies.__getitem__)
+    copy.meta.pop("tensor_meta", None)
+    if item:
+        copy.meta["val"] = results.meta["val"][node.args[1]]
+    return copy

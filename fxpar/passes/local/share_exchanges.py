@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, is_zeros
-from fxpar.sharding import row_moves, shared_rows
+from fxpar.sharding import row_moves
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.ops.reads import copied_rows
@@ -37,6 +37,7 @@ def share_exchanges(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     for node in list(graph.nodes):
         if _is_sum(node) and not _is_read_by_one_sum(node):
             _share_sum(build, node, mesh)
+    graph.eliminate_dead_code()
 
 
 def _exchange(node: fx.Node) -> Exchange:
@@ -50,7 +51,7 @@ def _slices(graph: fx.Graph, mesh: Mesh) -> list[list[fx.Node]]:
         if node.target is not collective_nodes.move_rows:
             continue
         exchange = _exchange(node)
-        key = shared_rows.sharing_key(exchange)
+        key = row_moves.sharing_key(exchange)
         is_slice = key is not None and len(exchange.moves.sources) == 1
         if is_slice and row_moves.crossing(exchange, mesh)[0]:
             slices.setdefault((node.args[0], key), []).append(node)
@@ -66,10 +67,10 @@ def _row(x: fx.Node, dim: int) -> float:
 def _share(build: Builder, nodes: Sequence[fx.Node], mesh: Mesh) -> bool:
     """Cut slices from one window of rows if that pays; return whether it did."""
     exchanges = [_exchange(node) for node in nodes]
-    window, x = shared_rows.window_of(exchanges), nodes[0].args[0]
+    window, x = row_moves.window_of(exchanges), nodes[0].args[0]
     assert isinstance(x, fx.Node)
-    moves, firsts = exchanges[0].moves, shared_rows.firsts_of(exchanges)
-    if not shared_rows.is_faster(window, set(exchanges), mesh, _row(x, moves.dim)):
+    moves, firsts = exchanges[0].moves, row_moves.firsts_of(exchanges)
+    if not row_moves.is_faster(window, set(exchanges), mesh, _row(x, moves.dim)):
         return False
     with build.before(nodes[0]):
         read = collective_nodes.exchange_step(build, x, window)
@@ -114,22 +115,22 @@ def _share_sum(build: Builder, root: fx.Node, mesh: Mesh) -> None:
         if node.target is not collective_nodes.move_rows or _rows_put(node) is None:
             continue
         exchange = _exchange(node)
-        key = shared_rows.sharing_key(exchange)
+        key = row_moves.sharing_key(exchange)
         if key is not None and row_moves.crossing(exchange, mesh)[0]:
             puts.setdefault(key, []).append(node)
     for key, nodes in puts.items():
         exchanges, dim = [_exchange(node) for node in nodes], key.moves.dim
-        window = shared_rows.window_of(exchanges)
-        if not shared_rows.is_faster(window, exchanges, mesh, _row(nodes[0], dim)):
+        window = row_moves.window_of(exchanges)
+        if not row_moves.is_faster(window, exchanges, mesh, _row(nodes[0], dim)):
             continue
-        with build.before(root):
+        *others, last = sorted(nodes)
+        with build.before(last):
             total = _put_at_once(build, nodes, window)
-            rest = _without(build, root, nodes)
-            if rest is not None:
-                total = build.call(aten.add.Tensor, rest, total)
-        build.replace(root, total)
-        _erase(build.graph, nodes)
-        root = total
+        for node in others:
+            ((add, _),) = node.users.items()
+            (rest,) = (x for x in add.all_input_nodes if x is not node)
+            build.replace(add, rest)
+        build.replace(last, total)
 
 
 def _rows_put(node: fx.Node) -> fx.Node | None:
@@ -145,7 +146,7 @@ def _rows_put(node: fx.Node) -> fx.Node | None:
 def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> fx.Node:
     """Return the sum of the rows that steps put into zeros, by one exchange of the
     window in which they are added up."""
-    firsts = shared_rows.firsts_of([_exchange(node) for node in nodes])
+    firsts = row_moves.firsts_of([_exchange(node) for node in nodes])
     total: fx.Node | None = None
     for node, first in zip(nodes, firsts, strict=True):
         rows = _rows_put(node)
@@ -156,29 +157,3 @@ def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> 
         total = part if total is None else build.call(aten.add.Tensor, total, part)
     assert total is not None
     return collective_nodes.exchange_step(build, total, window)
-
-
-def _without(
-    build: Builder, node: fx.Node, left_out: Sequence[fx.Node]
-) -> fx.Node | None:
-    """Return a sum of sums without some summands; None if there are no others."""
-    if node in left_out:
-        return None
-    if not _is_sum(node) or not set(_summands(node)).intersection(left_out):
-        return node
-    parts = [_without(build, x, left_out) for x in node.all_input_nodes]
-    others = [x for x in parts if x is not None]
-    if len(others) < 2:
-        return others[0] if others else None
-    return build.call(aten.add.Tensor, *others)
-
-
-def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Erase steps that nothing reads, with the sums of them and the nodes that only
-    they read."""
-    parts = set(nodes)
-    for node in reversed(graph.nodes):
-        if not node.users and (node in parts or _is_sum(node)):
-            if not _is_sum(node):
-                parts.update(x for x in node.all_input_nodes if x.op != "placeholder")
-            graph.erase_node(node)

@@ -26,6 +26,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.normalize import random  # noqa: F401  (the ops)
+from fxpar.sharding.body_rules import FORMS, CallForm
 from fxpar.sharding.program import user_line
 
 aten, ours = torch.ops.aten, torch.ops.fxpar
@@ -38,36 +39,20 @@ _SEEDS = "seeds"
 _FIX = "draw the numbers outside and pass them in"
 
 
-@dataclass(frozen=True)
-class _DrawingCall:
-    """Holds the positions of an op's arguments that matter to its bodies' draws."""
-
-    # The bodies that compute results.
-    bodies: tuple[int, ...]
-    # The lists that are inputs of each body, in order.
-    inputs: tuple[int, ...]
-    # The list of inputs to which the seed is appended.
-    seed: int
-    # The list of inputs of which a body takes a row at each step.
-    rows: int | None = None
-    # The seed is carried from step to step.
-    carried: bool = False
-    # The test of a loop; None: it has none.
-    test: int | None = None
-
-    def seeds(self, args: tuple[Any, ...]) -> list[int]:
-        """Return the size of the tensor of seeds: one for each step, or a scalar."""
-        return [] if self.rows is None else [args[self.rows][0].shape[0]]
+# Op -> the positions of its arguments.
+_CALLS = {name.partition("::")[2]: form for name, form in FORMS.items()}
 
 
-_CALLS = {
-    "cond": _DrawingCall(bodies=(1, 2), inputs=(3,), seed=3),
-    "map_impl": _DrawingCall(bodies=(0,), inputs=(1, 2), seed=1, rows=1),
-    "scan": _DrawingCall(bodies=(0,), inputs=(1, 2, 3), seed=2, rows=2),
-    "while_loop": _DrawingCall(
-        bodies=(1,), inputs=(2, 3), seed=2, carried=True, test=0
-    ),
-}
+def _seeded(call: CallForm) -> int:
+    """Return the position of the list of inputs to which the seed is appended: one of
+    which a body takes a row at each step, or that a loop carries."""
+    places = call.rows, call.carried, call.inputs[0]
+    return next(place for place in places if place is not None)
+
+
+def _seeds_of(call: CallForm, args: tuple[Any, ...]) -> list[int]:
+    """Return the size of the tensor of seeds: one for each step, or a scalar."""
+    return [] if call.rows is None else [args[call.rows][0].shape[0]]
 
 
 @dataclass
@@ -123,7 +108,7 @@ class _Draws:
     def called(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the seeds that a higher-order call would draw for its bodies."""
         if name in _CALLS and _has_draws(_CALLS[name], args):
-            self.requests.append((_SEEDS, *_CALLS[name].seeds(args)))
+            self.requests.append((_SEEDS, *_seeds_of(_CALLS[name], args)))
 
 
 # Op that draws by itself -> (draws, its arguments, kwargs such as dtype and device).
@@ -205,7 +190,7 @@ def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
         _ACTIVE.pop()
 
 
-def _has_draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
+def _has_draws(call: CallForm, args: tuple[Any, ...]) -> bool:
     """Return whether a body or the test of a call draws numbers that seeds can give."""
     inputs = [x for group in call.inputs for x in args[group]]
     start = sum(len(args[g]) for g in call.inputs if call.rows and g < call.rows)
@@ -246,15 +231,15 @@ def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
     call = _CALLS[name]
     if not _has_draws(call, args):
         return args, 0
-    seeds = _new_seeds(call.seeds(args), _device(args))
-    seeded_args = list(args)
-    seeded_args[call.seed] = (*args[call.seed], seeds)
-    place = sum(len(args[g]) for g in call.inputs if g <= call.seed)
+    seeds = _new_seeds(_seeds_of(call, args), _device(args))
+    seeded_args, at, is_loop = list(args), _seeded(call), call.test is not None
+    seeded_args[at] = (*args[at], seeds)
+    place = sum(len(args[g]) for g in call.inputs if g <= at)
     for i in call.bodies:
-        seeded_args[i] = with_seed(args[i], place, hands_on=call.carried)
+        seeded_args[i] = with_seed(args[i], place, hands_on=is_loop)
     if call.test is not None:
         seeded_args[call.test] = with_seed(args[call.test], place, down=True)
-    return tuple(seeded_args), int(call.carried)
+    return tuple(seeded_args), int(is_loop)
 
 
 def with_seed(

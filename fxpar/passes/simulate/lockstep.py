@@ -22,8 +22,8 @@ from fxpar.graph import custom_ops
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph.graph_bodies import attribute_at, body_of, bound_body, module_of
 from fxpar.graph.pipeline_ops import OF_STAGES, is_laid_out
+from fxpar.passes.decompose import op_by_op
 from fxpar.passes.lower import LOWERINGS
-from fxpar.passes.op_by_op import op_by_op
 from fxpar.passes.simulate.emulate_collectives import (
     ON_DIMS,
     PRODUCTS,

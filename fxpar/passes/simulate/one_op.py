@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.local.localize import localize
+from fxpar.passes.local.localize import insert_reshards, localize
 from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision

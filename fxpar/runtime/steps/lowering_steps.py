@@ -34,9 +34,8 @@ from fxpar.fusion.verbs import fuse_nodes
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_of_call
-from fxpar.passes import insert_reshards as resharding
 from fxpar.passes import writes_as_results
-from fxpar.passes.local.localize import partition
+from fxpar.passes.local import localize as local_graphs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers
@@ -54,12 +53,12 @@ from fxpar.sharding.read_program import with_open_sizes
 
 def insert_reshards(graph: fx.Graph, state: JointState) -> fx.Graph:
     """Return the graph with a reshard wherever an op reads a value in another spec."""
-    return resharding.insert_reshards(graph, _open_decision(state))
+    return local_graphs.insert_reshards(graph, _open_decision(state))
 
 
 def localize(graph: fx.Graph, state: JointState) -> fx.Graph:
     """Return the local graph: the same program in the shapes of one rank."""
-    return partition(graph, _open_decision(state), state.fake_mode)
+    return local_graphs.partition(graph, _open_decision(state), state.fake_mode)
 
 
 def _open_decision(state: JointState) -> Decision:

@@ -17,7 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+import torch
 
 from fxpar import _torch
 from fxpar.errors import RuleError
@@ -26,15 +29,12 @@ from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up
 from fxpar.sharding.ops import (
     attention,
     convolution,
-    diagonals,
     embedding,
     indexing,
     linalg,
     matmul,
-    nn_attention,
     order,
     own_op_rules,
-    padding,
     pointwise,
     pools,
     reduction,
@@ -52,16 +52,13 @@ FAMILIES = (
     reduction,
     order,
     views,
-    padding,
     slicing,
-    diagonals,
     indexing,
     embedding,
     convolution,
     pools,
     resampling,
     attention,
-    nn_attention,
     sources,
     statistics,
     own_op_rules,
@@ -70,7 +67,7 @@ FAMILIES = (
 # Families whose kernels reject empty tensors, and get a row of zeros instead; and
 # families that reject that too, or must not get it.
 _FILLED = (convolution, pools, resampling, attention)
-_NEVER_EMPTY = (linalg, statistics, nn_attention)
+_NEVER_EMPTY = (linalg, statistics)
 
 
 def _row_in(module: Any, row: Row) -> Row:
@@ -92,6 +89,8 @@ FACTS = {op: row.facts for op, row in _ROWS.items() if row.facts}
 _OF_PASSES: dict[Any, Row] = {}
 
 _USER: dict[str, Row] = {}
+
+_POINTWISE = Row(pointwise.broadcast)
 
 
 def has_user_rules() -> bool:
@@ -140,7 +139,22 @@ def row_of(target: Any) -> Row | None:
     """Return the row of an op overload, the user's before the table's."""
     if target in TABLE and not _USER:
         return TABLE[target]
-    return user_row_of(target) or _OF_PASSES.get(target) or look_up(TABLE, target)
+    row = user_row_of(target) or _OF_PASSES.get(target) or look_up(TABLE, target)
+    is_op = isinstance(target, _torch.inductor.OpOverload)
+    return _row_by_tag(target) if row is None and is_op else row
+
+
+@cache
+def _row_by_tag(target: Any) -> Row | None:
+    """Return the row of an op of torch whose tag says that it is pointwise; None of any
+    other, and of one that writes, draws numbers or has several results."""
+    if target.namespace not in ("aten", "prims"):
+        return None
+    tags, schema = target.tags, _torch.objects.schema_of(target)
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+        return None
+    gives = [str(result.type) for result in schema.returns]
+    return _POINTWISE if gives == ["Tensor"] and not schema.is_mutable else None
 
 
 def add_rows(rows: Mapping[Any, Row]) -> None:

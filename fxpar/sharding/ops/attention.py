@@ -1,4 +1,5 @@
-"""Gives rules to fused attention, forward and backward, in every form ATen has.
+"""Gives rules to fused attention, forward and backward, in every form ATen has, and to
+``torch.nn.attention``: flex_attention, and documents packed in one dim.
 
 Batch and heads are free; where query heads share key heads (GQA) they are a compound,
 and a gradient of the keys is partial over the query heads that share one. Queries may
@@ -11,9 +12,18 @@ equal on every rank.
 Tensors get their words by the names of arguments in an op's schema, which all kernels
 share.
 
+In flex_attention a block mask is split with batch and heads where it has them, and
+queries and keys may be split block by block of it: functions of scores count both by
+global index (``local_flex``). Tensors that a score or mask function captures are whole,
+since it may look up any element, and their gradients are sums over all scores, so
+partial. In ``varlen`` queries are split where the window is none or ends after a known
+number of later tokens, and keys where there is no window or a causal one: where
+documents begin on a rank depends on data (``sequences.local_documents``).
+
 In: calls of these ops. Out: their rules.
 Never: splits a call with dropout, as a kernel draws its mask by local position; nor one
-with ragged sequences, or one that returns a debug mask.
+with ragged sequences, or one that returns a debug mask; gives a rule to a call with
+pages of a cache.
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -28,7 +39,16 @@ import torch
 from fxpar import _torch
 from fxpar.sharding.factors import Gathered, Rule, parse_rule
 from fxpar.sharding.op_facts import BIASES
-from fxpar.sharding.op_table import Row, align, keys, make, rows, text
+from fxpar.sharding.op_table import (
+    Row,
+    Word,
+    align,
+    keys,
+    make,
+    rows,
+    tensors_of,
+    text,
+)
 from fxpar.sharding.ops.local_call import Localizer, form_of_feature
 
 aten = torch.ops.aten
@@ -58,6 +78,8 @@ class Heads:
     # Whether there is a mask: all shards of the keys are then equal, as a mask may
     # leave shards no weights but their numbers of keys.
     masked: bool
+    # (factor, size) of dims that have several blocks of a mask.
+    blocks: tuple[tuple[str, int], ...] = ()
 
     @property
     def inputs(self) -> tuple[list[str], list[str], list[str]]:
@@ -85,14 +107,18 @@ class Heads:
         return [["_"] * x.dim() if few else align(x.shape, self.sizes, self.scores)]
 
     def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
+        """Return the rule; ranks have equally many blocks of queries."""
         rule = parse_rule(text(*operands, results=results))
         sizes = (("g", self.groups),) if self.groups > 1 else ()
-        evenly = frozenset("t") if self.masked and self.has_split_keys else frozenset()
-        return replace(rule, sizes=sizes, evenly=evenly)
+        evenly = {"t"} if self.masked and self.has_split_keys else set()
+        evenly |= {"s"} & dict(self.blocks).keys()
+        return replace(rule, sizes=(*sizes, *self.blocks), evenly=frozenset(evenly))
 
-    def forward(self, *operands: Sequence[str], logsumexp: Sequence[str]) -> Rule:
-        """Return the rule of a forward with output, log-sum-exp and further results."""
-        results = [self.out, logsumexp, FURTHER]
+    def forward(
+        self, *operands: Sequence[str], results: Sequence[Sequence[str]]
+    ) -> Rule:
+        """Return the rule of a forward, whose results are the output, the log-sum-exp
+        and others."""
         rule = self.rule(*operands, results=results)
         if not self.has_split_keys:
             return rule
@@ -253,7 +279,7 @@ def _fused(kernel: _Kernel, backward: bool, call: Call) -> Rule | None:
     if operands is None:
         return None
     if not backward:
-        return words.forward(*operands, logsumexp=[*lse, "~t"])
+        return words.forward(*operands, results=[words.out, [*lse, "~t"], FURTHER])
     bias = next((call[name] for name in BIASES if name in call), None)
     grads = words.bias(bias) if kernel.of_bias(call) else []
     # A kernel that is asked for the gradient of a bias by a flag gives an empty one.
@@ -319,9 +345,209 @@ def _row(
     }
 
 
+# torch.nn.attention: flex_attention, and documents packed in one dim
+
+# Words of several tensors, and of one.
+Names = list[list[str]]
+Words = list[Word]
+
+
+def _captured(*groups: Sequence[Any]) -> Names:
+    return [["_"] * x.dim() for x in tensors_of(groups)]
+
+
+def _flex_words(
+    q: torch.Tensor, k: torch.Tensor, queries: bool, keys: bool
+) -> Heads | None:
+    """Return words of the tensors; a batch of one key serves all queries."""
+    heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
+    if heads is None or k.shape[0] == q.shape[0]:
+        return heads
+    return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
+
+
+def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
+    """Return words of a block mask's tensors, which have a row for each batch and head,
+    or one for all; the first four have a row for each block of queries. Tensors by
+    block of keys are whole: a mask makes them of the others, and they are small. None
+    where sizes do not fit."""
+    out, by_query = [], tensors_of(mask[2:6])
+    for i, x in enumerate(tensors_of(mask)):
+        sizes = [int(n) for n in x.shape[:2]]
+        if len(sizes) < 2 or any(
+            n not in (1, size) for n, size in zip(sizes, heads.sizes, strict=False)
+        ):
+            return None
+        pairs = zip(heads.scores, sizes, heads.sizes, strict=False)
+        word = [name if n == size else "_" for name, n, size in pairs]
+        block = query_block if i < len(by_query) else "_"
+        out.append([*word, *[block, "_"][: x.dim() - 2]])
+    return out
+
+
+def _in_blocks(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> tuple[int | None, int | None]:
+    """Return how many blocks of queries and of keys a mask has; None where a dim
+    ends within a block, or the mask gives the order in which a backward writes all
+    blocks."""
+    if any(x is not None for x in mask[10:-3]):
+        return None, None
+    counts: list[int | None] = []
+    for x, size in ((q, mask[-3]), (k, mask[-2])):
+        rows = x.shape[2]
+        count = None if rows % size else int(rows // size)
+        counts.append(1 if size >= rows else count)
+    return counts[0], counts[1]
+
+
+def _words_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Sequence[Any]
+) -> tuple[Heads, Names] | None:
+    """Return words of a call, and of the tensors of its mask; queries and keys are
+    split in blocks of the mask if it has several. None where words do not fit."""
+    query_blocks, key_blocks = _in_blocks(q, k, mask)
+    splits = query_blocks is not None, key_blocks is not None
+    heads = _flex_words(q, k, *splits)
+    if heads is None:
+        return None
+    query_block = "_"
+    sizes: list[tuple[str, int]] = []
+    if query_blocks is not None and query_blocks > 1:
+        query_block, words = "s", (heads.query, heads.out, heads.scores)
+        query, out, scores = ([*x[:2], "(s r!)", *x[3:]] for x in words)
+        heads = replace(heads, query=query, out=out, scores=scores)
+        sizes += [("s", query_blocks), ("r", mask[-3])]
+    if key_blocks is not None and key_blocks > 1:
+        key, value = ([*x[:2], "(t u!)", x[3]] for x in (heads.key, heads.value))
+        heads = replace(heads, key=key, value=value)
+        sizes += [("t", key_blocks), ("u", mask[-2])]
+    lists = _lists(heads, mask, query_block)
+    return None if lists is None else (replace(heads, blocks=tuple(sizes)), lists)
+
+
+def _flex(
+    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
+) -> Rule | None:
+    if (words := _words_of(q, k, mask)) is None:
+        return None
+    heads, lists = words
+    operands = [*heads.inputs, *lists, *_captured(score_others, mask_others)]
+    merged = [*heads.logsumexp, "~t"]
+    return heads.forward(*operands, results=[heads.out, merged, merged])
+
+
+def _flex_backward(
+    q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
+    score_others=(), mask_others=(),
+) -> Rule | None:  # fmt: skip
+    if (words := _words_of(q, k, mask)) is None:
+        return None
+    heads, lists = words
+    grads = [heads.out] * (grad is not None)
+    grads += [heads.logsumexp] * (grad_lse is not None)
+    captured_dims = _captured(score_others, mask_others)
+    is_result = _torch.aot.gives_gradients(joint, score_others)
+    results = [*heads.inputs, *_captured(list(compress(score_others, is_result)))]
+    operands = [*heads.inputs, heads.out, heads.logsumexp, *grads, *lists]
+    return heads.rule(*operands, *captured_dims, results=results)
+
+
+def _varlen_words(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    window: Sequence[int] | None,
+) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
+    """Return words of queries, keys, values, output and log-sum-exp, and sizes of
+    factors. None where tensors are not [tokens, heads, features]."""
+    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
+        return None
+    shared = int(q.shape[1] // k.shape[1])
+    heads: Word = ("h", "g") if shared > 1 else "h"
+    sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
+    left, right = window or (-1, -1)
+    splits = starts_k is not None and (right >= 0 or left == right == -1)
+    queries = "s" if splits else "s!"
+    keys = "t" if splits and left == -1 and right <= 0 else "t!"
+    out, logsumexp = [queries, heads, "e!"], [heads, queries, "~t"]
+    return (
+        [queries, heads, "d!"],
+        [keys, "h", "d!"],
+        [keys, "h", "e!"],
+        out,
+        logsumexp,
+        sizes,
+    )
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    *settings: Any,
+    **rest: Any,
+) -> Rule | None:
+    words = _varlen_words(q, k, starts_k, window)
+    paged = [x for x in (*settings, *rest.values()) if isinstance(x, torch.Tensor)]
+    if words is None or paged:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    starts = _captured((starts_q, starts_k))
+    operands: list[Sequence[Word]] = [query, key, value, *starts]
+    state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
+    rule = make(operands, [out, logsumexp, state], sizes)
+    has_split_keys = "t!" not in key
+    weights = Gathered("t", len(operands) + 1)
+    return replace(rule, gathered=(weights,)) if has_split_keys else rule
+
+
+def _varlen_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    state: torch.Tensor,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+) -> Rule | None:
+    words = _varlen_words(q, k, starts_k, window)
+    if words is None:
+        return None
+    query, key, value, out, logsumexp, sizes = words
+    operands: list[Sequence[Word]] = [out, query, key, value, out, logsumexp[:2]]
+    operands += _captured((starts_q, starts_k, state))
+    return make(operands, [query, key, value], sizes)
+
+
+_FLEX: dict[str, Any] = {
+    "local": form_of_feature,
+    "facts": "orders",
+    "empty": "never",
+}
+_DOCUMENTS = _FLEX | {"facts": "orders seq_first"}
+
 ROWS: dict[Any, Row] = {
     **_row("_transformer_encoder_layer_fwd", _layer),
     **_row("_native_multi_head_attention", _layer),
+    **rows("higher_order::flex_attention", _flex, **_FLEX),
+    **rows("higher_order::flex_attention_backward", _flex_backward, **_FLEX),
+    **rows("torch_attn::_varlen_attn", _varlen, **_DOCUMENTS),
+    **rows("torch_attn::_varlen_attn_backward", _varlen_backward, **_DOCUMENTS),
 }
 for _forward, _kernel in _KERNELS.items():
     _backward = f"{_forward.removesuffix('_forward')}_backward"

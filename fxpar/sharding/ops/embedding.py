@@ -308,7 +308,8 @@ def _summed(
     bag = build.call(aten.searchsorted.Tensor, begins, bag, right=True)
     bag = build.call(aten.sub.Tensor, bag, 1)
     # Offsets that include the end of the last bag have one more entry.
-    bag = build.call(aten.clamp.default, bag, 0, _before(call, bags))
+    last = build.compute(operator.sub, bags, 1)
+    bag = build.call(aten.clamp.default, bag, 0, last)
     zeros = call.full([bags, columns], 0, rows)
     total = build.call(aten.index_put.default, zeros, [bag], rows, True)
     if mode:
@@ -318,10 +319,6 @@ def _summed(
         count = build.call(aten.clamp.default, count, 1)
         total = build.call(aten.div.Tensor, total, count)
     return build.cast(total, like.dtype)
-
-
-def _before(call: LocalCall, n: Size) -> Size:
-    return call.build.compute(operator.sub, n, 1)
 
 
 def _local_bag_backward(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -202,75 +202,38 @@ def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Nod
     return build.call(aten.eq.Tensor, rows, index)
 
 
-def _local_scatter(
+def _local_update(
     call: LocalCall,
     x: fx.Node,
     dim: int,
     index: fx.Node,
     src: Any,
     *settings: Any,
+    by_element: bool,
+    adds: bool = False,
     **options: Any,
 ) -> fx.Node:
-    if not call.operands[0].dims[dim]:
+    """Return an update of the rows that this rank has. ``by_element``: the index has
+    the shape of the updates, else one number for each of their rows; ``adds``: the
+    updates are added to what is there."""
+    part, build = part_of(call, dim, index, signed=not (by_element or adds)), call.build
+    if part is None:
         return call.same(x, dim, index, src, *settings, **options)
-    if not settings and not options and _is_one_per_row(call, x, dim, index, src):
+    is_plain = by_element and not settings and not options
+    if is_plain and _is_one_per_row(call, x, dim, index, src):
         hit = _index_mask(call, x, dim, index)
-        if not isinstance(src, fx.Node):
-            src = call.full([], src, x)
-        return call.build.call(aten.where.self, hit, src, x)
-    part = part_of(call, dim, index)
-    assert part is not None
-    return part.put(x, dim, src, *settings, **options)
-
-
-def _local_scatter_add(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: fx.Node
-) -> fx.Node:
-    if not call.operands[0].dims[dim]:
-        return call.same(x, dim, index, src)
-    if _is_one_per_row(call, x, dim, index, src):
-        update = call.where(_index_mask(call, x, dim, index), src, 0)
-        return call.build.call(aten.add.Tensor, x, update)
-    part = part_of(call, dim, index)
-    assert part is not None
-    if index.meta["val"].shape != src.meta["val"].shape or part.empty:
-        return _local_scatter(call, x, dim, index, src)
-    return call.same(x, dim, part.fold(), call.where(part.inside, src, 0))
-
-
-def _local_index_add(
-    call: LocalCall,
-    x: fx.Node,
-    dim: int,
-    index: fx.Node,
-    source: fx.Node,
-    **settings: Any,
-) -> fx.Node:
-    part = part_of(call, dim, index)
-    if part is None:
-        return call.same(x, dim, index, source, **settings)
-    ndim = source.meta["val"].dim()
-    inside = part.inside
-    if part.empty:
-        return part.put(x, dim, source, **settings)
-    if ndim:
+        if adds:
+            return build.call(aten.add.Tensor, x, call.where(hit, src, 0))
+        src = src if isinstance(src, fx.Node) else call.full([], src, x)
+        return build.call(aten.where.self, hit, src, x)
+    shapes = [x.meta["val"].shape for x in (index, src) if isinstance(x, fx.Node)]
+    if not adds or part.empty or by_element and len(set(shapes)) > 1:
+        return part.put(x, dim, src, *settings, **options)
+    ndim, inside = src.meta["val"].dim(), part.inside
+    if ndim and not by_element:
         inside = trailing(call, inside, ndim - 1 - dim % ndim)
-    source = call.where(inside, source, 0)
-    return call.same(x, dim, part.fold(), source, **settings)
-
-
-def _local_index_store(
-    call: LocalCall,
-    x: fx.Node,
-    dim: int,
-    index: fx.Node,
-    *settings: Any,
-    **options: Any,
-) -> fx.Node:
-    part = part_of(call, dim, index, signed=True)
-    if part is None:
-        return call.same(x, dim, index, *settings, **options)
-    return part.put(x, dim, *settings, **options)
+    src = call.where(inside, src, 0)
+    return call.same(x, dim, part.fold(), src, *settings, **options)
 
 
 def _local_masked_scatter_backward(
@@ -573,21 +536,21 @@ ROWS = {
         "scatter.src scatter.value",
         _scatter(False),
         linear="0+3",
-        local=_local_scatter,
+        local=partial(_local_update, by_element=True),
         along=1,
         facts="scatters",
     ),
     **rows(
         "scatter.reduce scatter.value_reduce scatter_reduce.two",
         _scatter_reduce,
-        local=_local_scatter,
+        local=partial(_local_update, by_element=True),
         facts="scatters",
     ),
     **rows(
         "scatter_add",
         _scatter(True),
         linear="0+3",
-        local=_local_scatter_add,
+        local=partial(_local_update, by_element=True, adds=True),
         along=1,
         facts="scatters",
     ),
@@ -595,11 +558,14 @@ ROWS = {
         "index_add",
         _index_update(True),
         linear="0+3",
-        local=_local_index_add,
+        local=partial(_local_update, by_element=False, adds=True),
         facts="scatters",
     ),
     **rows(
-        "index_reduce", _index_update(False), local=_local_index_store, facts="scatters"
+        "index_reduce",
+        _index_update(False),
+        local=partial(_local_update, by_element=False),
+        facts="scatters",
     ),
     **rows("bucketize.Tensor", _bucketize),
     **rows("searchsorted.Tensor", _searchsorted),

@@ -55,41 +55,17 @@ def _rule(
     return make(operands, results)
 
 
-def batched(form: str) -> Callable[..., Rule]:
+def batched(
+    form: str, empty: Callable[..., Sequence[int]] = lambda *_, **__: ()
+) -> Callable[..., Rule]:
     """Return a rule function for a form of all tensor arguments; the others do not
-    matter."""
+    matter, except to ``empty``, which returns the results that a call leaves out."""
 
     def rule_of_call(*args: Any, **kwargs: Any) -> Rule:
-        return _rule(form, tensors_of((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
+        return _rule(form, tensors, empty=empty(*args, **kwargs))
 
     return rule_of_call
-
-
-def svd(a: torch.Tensor, full: bool = False, vectors: bool = True, **_: Any) -> Rule:
-    form = "... _ _ -> ... _ _, ... _, ... _ _"
-    return _rule(form, [a], empty=() if vectors else (0, 2))
-
-
-def eigh(a: torch.Tensor, half: str = "L", vectors: bool = True) -> Rule:
-    return _rule("... _ _ -> ... _, ... _ _", [a], empty=() if vectors else (1,))
-
-
-def qr(a: torch.Tensor, mode: str = "reduced") -> Rule:
-    form = "... _ _ -> ... _ _, ... _ _"
-    return _rule(form, [a], empty=(0,) if mode == "r" else ())
-
-
-def lu(a: torch.Tensor, *, pivot: bool = True) -> Rule:
-    form = "... _ _ -> ... _ _, ... _ _, ... _ _"
-    return _rule(form, [a], empty=() if pivot else (0,))
-
-
-def lu_unpack(
-    a: torch.Tensor, pivots: torch.Tensor, data: bool = True, permutation: bool = True
-) -> Rule:
-    empty = [0] * (not permutation) + [1, 2] * (not data)
-    form = "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"
-    return _rule(form, [a, pivots], empty=empty)
 
 
 def pinv(a: torch.Tensor, *tolerances: Any, **options: Any) -> Rule:
@@ -135,16 +111,48 @@ ROWS = {
     **rows("cholesky cholesky_inverse linalg_matrix_exp", MATRIX),
     **rows("linalg_cholesky_ex linalg_inv_ex", MATRIX_INFO),
     **rows("linalg_lu_factor_ex linalg_ldl_factor_ex", FACTORS),
-    **rows("_linalg_svd", svd),
-    **rows("_linalg_eigh", eigh),
+    **rows(
+        "_linalg_svd",
+        batched(
+            "... _ _ -> ... _ _, ... _, ... _ _",
+            lambda a, full=False, vectors=True, **_: () if vectors else (0, 2),
+        ),
+    ),
+    **rows(
+        "_linalg_eigh",
+        batched(
+            "... _ _ -> ... _, ... _ _",
+            lambda a, half="L", vectors=True: () if vectors else (1,),
+        ),
+    ),
     **rows("linalg_eig", batched("... _ _ -> ... _, ... _ _")),
     **rows("_linalg_eigvals", batched("... _ _ -> ... _")),
-    **rows("linalg_qr", qr),
+    **rows(
+        "linalg_qr",
+        batched(
+            "... _ _ -> ... _ _, ... _ _",
+            lambda a, mode="reduced": (0,) * (mode == "r"),
+        ),
+    ),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
     **rows("ormqr", by_side("... _ _, ... _, B -> B"), linear="2"),
-    **rows("linalg_lu", lu),
-    **rows("lu_unpack", lu_unpack),
+    **rows(
+        "linalg_lu",
+        batched(
+            "... _ _ -> ... _ _, ... _ _, ... _ _",
+            lambda a, *, pivot=True: () if pivot else (0,),
+        ),
+    ),
+    **rows(
+        "lu_unpack",
+        batched(
+            "... _ _, ... _ -> ... _ _, ... _ _, ... _ _",
+            lambda a, pivots, data=True, permutation=True: (
+                (0,) * (not permutation) + (1, 2) * (not data)
+            ),
+        ),
+    ),
     **rows("_linalg_det", batched("... _ _ -> ..., ... _ _, ... _")),
     **rows("_linalg_slogdet", batched("... _ _ -> ..., ..., ... _ _, ... _")),
     **rows("_linalg_solve_ex", solve_ex),

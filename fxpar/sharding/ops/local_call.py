@@ -60,6 +60,12 @@ class LocalCall:
         """Return the shape this rank holds of operand ``i``."""
         return self._own(self.operands[i], self.shapes[i])
 
+    def shape_at(self, position: int) -> tuple[Size, ...]:
+        """Return the shape this rank holds of one of the tensors, operands then
+        results."""
+        late = position - len(self.operands)
+        return self.operand_shape(position) if late < 0 else self.local_shape(late)
+
     def _own(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
         pairs = zip(shape, spec.dims, strict=True)
         own = tuple(self.build.own_size(size, axes) for size, axes in pairs)

@@ -224,9 +224,13 @@ def _joined(
     return build.call(kind.join, own, kind.total(call, before, d))
 
 
+# Rows, and their places.
+Pair = tuple[fx.Node, fx.Node]
+
+
 def _candidates(
     call: LocalCall, values: fx.Node, places: fx.Node, d: int, axes: Axes
-) -> tuple[fx.Node, fx.Node]:
+) -> Pair:
     """Return the candidates of all shards, with their places in the whole dim."""
     start = call.build.own_start(call.shapes[0][d], axes)
     places = call.build.call(aten.add.Tensor, places, start)
@@ -234,61 +238,50 @@ def _candidates(
 
 
 def _among(
-    call: LocalCall,
-    own: tuple[fx.Node, fx.Node],
-    d: int,
-    axes: Axes,
-    choose: Callable[[fx.Node], fx.Node],
-) -> tuple[fx.Node, fx.Node]:
+    call: LocalCall, own: Pair, d: int, axes: Axes, choose: Callable[[fx.Node], Pair]
+) -> Pair:
     """Return the rows that ``choose`` takes of all shards' candidates, and their
     places; ``own``: this shard's."""
     values, places = _candidates(call, *own, d, axes)
-    values, winner = _results(call, choose(values))
+    values, winner = choose(values)
     return values, call.build.call(aten.gather.default, places, d, winner)
 
 
-def _results(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _results(call: LocalCall, node: fx.Node) -> Pair:
     values, places = (call.build.call(operator.getitem, node, i) for i in range(2))
     return values, places
 
 
-def _squeezed(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
-    return x if keepdim else call.build.call(aten.squeeze.dim, x, d)
+def _squeezed(call: LocalCall, rows: Pair, d: int, keepdim: bool) -> Pair:
+    if keepdim:
+        return rows
+    values, places = (call.build.call(aten.squeeze.dim, x, d) for x in rows)
+    return values, places
 
 
-def _local_place(
+def _local_row(
     never: Never,
     call: LocalCall,
     x: fx.Node,
     dim: int | None = None,
     keepdim: bool = False,
-) -> fx.Node:
-    """Return the place of the largest or smallest row."""
-    d, axes = _axes(call, x, dim)
-    if not axes:
-        return call.same(x, dim, keepdim)
-    build = call.build
-    x = filled(call, x, [d], never(x.meta["val"].dtype))
-    own = call.same(x, d, True)
-    values = build.call(aten.gather.default, x, d, own)
-    values, places = _candidates(call, values, own, d, axes)
-    winner = call.same(values, d, True)
-    return _squeezed(
-        call, build.call(aten.gather.default, places, d, winner), d, keepdim
-    )
-
-
-def _local_row(
-    never: Never, call: LocalCall, x: fx.Node, dim: int, keepdim: bool = False
 ) -> Any:
-    """Return the largest or smallest row, and its place."""
+    """Return the largest or smallest row and its place, or if that is the op's only
+    result the place."""
     d, axes = _axes(call, x, dim)
     if not axes:
         return call.same(x, dim, keepdim)
-    x = filled(call, x, [d], never(x.meta["val"].dtype))
-    own = _results(call, call.same(x, d, True))
-    rows = _among(call, own, d, axes, lambda values: call.same(values, d, True))
-    return tuple(_squeezed(call, node, d, keepdim) for node in rows)
+    is_place = isinstance(call.node.meta["val"], torch.Tensor)
+
+    def choose(x: fx.Node) -> Pair:
+        chosen = call.same(x, d, True)
+        if not is_place:
+            return _results(call, chosen)
+        return call.build.call(aten.gather.default, x, d, chosen), chosen
+
+    own = choose(filled(call, x, [d], never(x.meta["val"].dtype)))
+    rows = _squeezed(call, _among(call, own, d, axes, choose), d, keepdim)
+    return rows[1] if is_place else rows
 
 
 def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
@@ -303,7 +296,7 @@ def _local_running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
         build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
     )
     totals, total_places = _among(
-        call, (last, its_place), d, axes, lambda values: call.same(values, d)
+        call, (last, its_place), d, axes, lambda x: _results(call, call.same(x, d))
     )
     device, shard = x.meta["val"].device, build.offset(axes, 1)
     before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
@@ -361,10 +354,10 @@ def _local_topk(
         return call.same(x, k, dim, *settings, **options)
     rows = x.meta["val"].shape[d]
 
-    def choose(values: fx.Node, k: int = k) -> fx.Node:
-        return call.same(values, k, d, *settings, **options)
+    def choose(values: fx.Node, k: int = k) -> Pair:
+        return _results(call, call.same(values, k, d, *settings, **options))
 
-    return _among(call, _results(call, choose(x, min(k, rows))), d, axes, choose)
+    return _among(call, choose(x, min(k, rows)), d, axes, choose)
 
 
 def _local_kthvalue(
@@ -377,9 +370,12 @@ def _local_kthvalue(
         return call.same(x, k, dim, keepdim)
     build, count = call.build, min(k, x.meta["val"].shape[d])
     smallest = build.call(aten.topk.default, x, count, d, False, True)
-    own = _results(call, smallest)
-    rows = _among(call, own, d, axes, lambda values: call.same(values, k, d, True))
-    return tuple(_squeezed(call, node, d, keepdim) for node in rows)
+
+    def choose(values: fx.Node) -> Pair:
+        return _results(call, call.same(values, k, d, True))
+
+    rows = _among(call, _results(call, smallest), d, axes, choose)
+    return _squeezed(call, rows, d, keepdim)
 
 
 ROWS = {
@@ -388,8 +384,8 @@ ROWS = {
     **rows("logcumsumexp", scan, local=_local_scan),
     **rows("cummax", running_choice, local=partial(_local_running, aten.ge.Tensor)),
     **rows("cummin", running_choice, local=partial(_local_running, aten.le.Tensor)),
-    **rows("argmax", choice(), local=partial(_local_place, least), places=0),
-    **rows("argmin", choice(), local=partial(_local_place, most), places=0),
+    **rows("argmax", choice(), local=partial(_local_row, least), places=0),
+    **rows("argmin", choice(), local=partial(_local_row, most), places=0),
     **rows("max.dim", choice(results=2), local=partial(_local_row, least), places=1),
     **rows("min.dim", choice(results=2), local=partial(_local_row, most), places=1),
     **rows("topk", topk, local=_local_topk, places=1, facts="orders alone"),

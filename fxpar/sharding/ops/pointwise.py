@@ -117,56 +117,22 @@ def _extremum(reduction: str) -> Callable[..., Rule]:
     return rule_of_call
 
 
-# Nothing passes through these while partial.
+# Nothing passes through these while partial. Others of the kind have a tag, by which
+# they need no row (``ops.row_of``).
 NONLINEAR = """
-    abs acos acosh asin atan2 atanh copysign.Scalar copysign.Tensor cosh digamma
-    erfc erfinv fmod.Scalar fmod.Tensor gcd hypot i0 igamma igammac ldexp.Tensor
-    lgamma log10 log2 logaddexp nextafter polygamma pow.Scalar pow.Tensor_Scalar
-    pow.Tensor_Tensor remainder.Scalar remainder.Scalar_Tensor remainder.Tensor
-    round.decimals rsub.Scalar sign silu sinc square sub.Scalar add.Scalar tan
-    floor_divide floor_divide.Scalar special_erfcx special_ndtri special_i0e
-    special_i1 special_i1e special_zeta special_zeta.other_scalar
-    special_zeta.self_scalar special_airy_ai special_bessel_j0 special_bessel_j1
-    special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
-    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-    special_spherical_bessel_j0 _add_relu.Tensor
+    floor_divide floor_divide.Scalar where.Scalar _add_relu.Tensor
 """
 
 # Of the namespace prims.
 NONLINEAR_PRIMS = """
-    abs acos acosh asin atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0
-    bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor cosh digamma eq erf_inv
-    erfc erfcx fmax fmin fmod gcd ge gt hypot igamma igammac isfinite le lgamma log10
-    log2 lt ndtri ne nextafter pow remainder shift_left shift_right_arithmetic sign
-    signbit spherical_bessel_j0 tan zeta
+    acos acosh asin atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0
+    bessel_j1 bitwise_and bitwise_or bitwise_xor cosh eq erf_inv erfc erfcx fmod gcd ge
+    gt isfinite le lgamma log10 lt ndtri ne pow remainder shift_left
+    shift_right_arithmetic spherical_bessel_j0 tan zeta
 """
 INCREASING_PRIMS = "asinh atan cbrt ceil exp2 expm1 floor round sinh trunc"
 PLAIN_PRIMS = "neg real imag conj_physical"
 COPIES_PRIMS = "clone conj device_put view_of"
-
-TESTS = """
-    eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
-    le.Scalar le.Tensor lt.Scalar lt.Tensor isinf isnan signbit logical_and
-    logical_not logical_or logical_xor bitwise_and.Scalar bitwise_and.Scalar_Tensor
-    bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor bitwise_left_shift.Tensor
-    bitwise_left_shift.Tensor_Scalar bitwise_not bitwise_or.Scalar
-    bitwise_or.Scalar_Tensor bitwise_or.Tensor bitwise_right_shift.Scalar_Tensor
-    bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
-    bitwise_xor.Scalar_Tensor bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor
-    __rshift__.Scalar __rshift__.Tensor where.Scalar
-"""
-
-POLYNOMIALS = " ".join(
-    f"special_{name}{overload}"
-    for name in (
-        *(f"chebyshev_polynomial_{kind}" for kind in "tuvw"),
-        *(f"shifted_chebyshev_polynomial_{kind}" for kind in "tuvw"),
-        *("hermite_polynomial_h", "hermite_polynomial_he"),
-        *("laguerre_polynomial_l", "legendre_polynomial_p"),
-    )
-    for overload in ("", ".n_scalar", ".x_scalar")
-)
 
 # Increasing on all numbers, and NaN where the operand is NaN.
 INCREASING = """
@@ -214,8 +180,6 @@ ROWS = {
         broadcast,
         work="root",
     ),
-    **rows(TESTS, broadcast),
-    **rows(POLYNOMIALS, broadcast),
     **rows(_with_prims(INCREASING, INCREASING_PRIMS), broadcast, monotone="0"),
     **rows("erf prims::erf", broadcast, monotone="0", work="erf"),
     **rows("exp sigmoid prims::exp", broadcast, monotone="0", work="exp"),
@@ -229,8 +193,14 @@ ROWS = {
         broadcast,
         linear="0+1",
     ),
-    **rows("mul.Tensor", broadcast, linear="0|1", facts="scales"),
-    **rows("div.Tensor div.Scalar", broadcast, linear="0", work="root", facts="scales"),
+    **rows("mul.Tensor prims::mul", broadcast, linear="0|1", facts="scales"),
+    **rows(
+        "div.Tensor div.Scalar prims::div",
+        broadcast,
+        linear="0",
+        work="root",
+        facts="scales",
+    ),
     **rows(
         "div.Tensor_mode div.Scalar_mode",
         _passing(_division, 0),
@@ -253,8 +223,6 @@ ROWS = {
     **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
     **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
     **rows("copy", _passing(_copy, 1)),
-    **rows("prims::mul", broadcast, linear="0|1"),
-    **rows("prims::div", broadcast, linear="0", work="root"),
     **rows("prims::fma", broadcast, linear="0+2|1+2"),
     **rows(
         "prims::copy_strided",

@@ -9,11 +9,11 @@ by the rows that each window counts, by its place in the whole dim.
 
 An adaptive pool cuts a dim into parts of nearly equal size. Part i of ``few`` begins at
 row ``i * many // few`` and ends, rounded up, at ``(i + 1) * many / few``, so neighbours
-may share a row. A rank reads the rows of its own parts; where parts are of one length,
-and ranks have equally many, these are its own rows, and the op pools them. Else parts
-are laid out one after the other, each with the rows of the longest and filled after its
-end: so all have one length, and the op pools them. A backward adds the gradients of
-such rows to the rows they came from.
+may share a row. A rank reads the rows of its own parts; where parts are of one length
+the op pools them. Else averages are weighted sums of rows, as in ``resampling``; for
+maxima parts are laid out one after the other, each with the rows of the longest and
+filled after its end: so all have one length, and the op pools them. A backward adds the
+gradients of such rows to the rows they came from.
 
 In: calls of these ops. Out: their rules and local forms.
 Never: pads a split dim by the op; cuts a dim of open size into parts that are split.
@@ -26,7 +26,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,13 +34,8 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
-from fxpar.sharding.op_table import by_rank, each, names, rows, tensors_of, text
-from fxpar.sharding.ops.convolution import (
-    SlidingWindow,
-    sliding_rule,
-    spatial_dims,
-    windows,
-)
+from fxpar.sharding.op_table import by_rank, each, names, rows, text
+from fxpar.sharding.ops.convolution import SlidingWindow, spatial_dims, windows
 from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -48,6 +43,7 @@ from fxpar.sharding.ops.reads import (
     exchange_of,
     halo_shaped,
     halos_of,
+    rows_read,
     split_dims,
     unsplit_padding,
     window_shape,
@@ -55,73 +51,60 @@ from fxpar.sharding.ops.reads import (
     with_halo_rows,
 )
 from fxpar.sharding.ops.reduction import least
+from fxpar.sharding.ops.resampling import spatial, spread, summed
 
 aten = torch.ops.aten
 
 Numbers = int | Sequence[int]
-MaySplit = Callable[[SlidingWindow], bool]
 
 
 # Windows
 
 
-def spatial(k: int, *args: Any, **kwargs: Any) -> str:
-    """Return the rule: every tensor has the same leading dims; the last ``k`` are
-    whole."""
-    words = [*names(args[0].dim() - k), *["_"] * k]
-    return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
+class _Maximum(NamedTuple):
+    """Holds the settings of a maximum, as its ops take them."""
+
+    kernel: Numbers
+    stride: Numbers = ()
+    padding: Numbers = 0
+    dilation: Numbers = 1
+    ceil: bool = False
+
+    def may_be_halo(self, window: SlidingWindow) -> bool:
+        """Return whether a dim may be split as halos: with ``ceil`` none whose windows
+        end before its shard's rows do, as a window that begins after the padding would
+        be dropped."""
+        return not self.ceil or window.overhang >= 0
 
 
-def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
-    """Return the number of windows of each of the last dims."""
-    rows = x.shape[-len(slid) :]
-    return [w.count(int(n), ceil) for w, n in zip(slid, rows, strict=True)]
+class _Average(NamedTuple):
+    """Holds the settings of an average, as its ops take them."""
+
+    kernel: Numbers
+    stride: Numbers = ()
+    padding: Numbers = 0
+    ceil: bool = False
+    count_padding: bool = True
+    divisor: int | None = None
+
+    def may_be_halo(self, window: SlidingWindow) -> bool:
+        """Return whether a dim may be split as halos, as that of a maximum, and all its
+        windows count equally many rows."""
+        counts = self.divisor is not None or window.is_counting_all(self.count_padding)
+        return counts and (not self.ceil or window.overhang >= 0)
 
 
-def _even(ceil: bool) -> MaySplit:
-    """Return which windows may be split as halos: with ``ceil`` none that ends before
-    its shard's rows do, as a window that begins after the padding would be dropped."""
-    return lambda window: not ceil or window.overhang >= 0
+_Pool = _Maximum | _Average
 
 
-# From the arguments of a pool after its tensors: windows over the last ``k`` dims,
-# whether their number is rounded up, and which may be split as halos.
-_Windows = tuple[list[SlidingWindow], bool, MaySplit]
-
-
-def _max_windows(
-    k: int,
-    kernel: Numbers,
-    stride: Numbers = (),
-    padding: Numbers = 0,
-    dilation: Numbers = 1,
-    ceil: bool = False,
-    *_: Any,
-) -> _Windows:
-    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil)
-
-
-def _average_windows(
-    k: int,
-    kernel: Numbers,
-    stride: Numbers = (),
-    padding: Numbers = 0,
-    ceil: bool = False,
-    count_padding: bool = True,
-    divisor: int | None = None,
-) -> _Windows:
-    """Return the windows; all windows of a dim must count equally many rows, if it is
-    split as halos."""
-    even = _even(ceil)
-    return (
-        windows(kernel, stride, padding, 1, k),
-        ceil,
-        lambda w: even(w) and (divisor is not None or w.is_counting_all(count_padding)),
-    )
+def _slid(pool: _Pool, k: int) -> list[SlidingWindow]:
+    """Return the windows over the last ``k`` dims."""
+    dilation = pool.dilation if isinstance(pool, _Maximum) else 1
+    return windows(pool.kernel, pool.stride, pool.padding, dilation, k)
 
 
 def _pool_of(
-    read: Callable[..., _Windows], results: int = 1, reads: int = 0
+    kind: Callable[..., _Pool], results: int = 1, reads: int = 0
 ) -> Callable[..., Rule]:
     """Return the rule function of pools with ``results`` results; of their backwards,
     which read ``reads`` tensors that have windows, and the pooled one as the second
@@ -129,29 +112,30 @@ def _pool_of(
 
     def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
         x, *settings = args[1:] if reads else args
-        slid, ceil, may = read(k, *settings, **kwargs)
-        few = args[0].shape[-k:] if reads else _counts(x, slid, ceil)
-        spatial = spatial_dims(slid, x.shape[-k:], few, may)
-        lead = names(x.dim() - k)
-        rows, slid_rows = [*lead, *spatial.many], [*lead, *spatial.few]
-        if reads:
-            words = text(slid_rows, rows, *[slid_rows] * (reads - 1), results=[rows])
-        else:
-            words = text(rows, results=[slid_rows] * results)
+        if reads == 2:  # maxima have places
+            *settings, _ = settings
+        pool, many = kind(*settings, **kwargs), x.shape[-k:]
+        slid = _slid(pool, k)
+        few = args[0].shape[-k:]
+        if not reads:
+            pairs = zip(slid, many, strict=True)
+            few = [window.count(int(n), pool.ceil) for window, n in pairs]
+        spatial = spatial_dims(slid, many, few, pool.may_be_halo)
+        words = [*names(x.dim() - k), *spatial.words]
+        rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
         position = reads + 1 if reads else 0  # of the tensor that has rows
-        return sliding_rule(words, spatial, spatial.windows(position, len(lead)))
+        return replace(rule, windows=spatial.windows(position, x.dim() - k))
 
     return rule
 
 
 def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
-    return _pool_of(_max_windows, 2)(len(kernel), x, kernel, *rest)
+    return _pool_of(_Maximum, 2)(len(kernel), x, kernel, *rest)
 
 
-def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
+def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> str:
     """Return the rule; positions are given by the window, and the offset in it."""
-    words = names(x.dim())
-    return parse_rule(text(words, results=[words]))
+    return spatial(0, x)
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
@@ -170,74 +154,47 @@ def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -
 # Local forms
 
 
-def pool(
-    k: int,
-    fill: int | float,
-    call: LocalCall,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    *settings: Any,
+def _pooled(
+    k: int, fill: int | float, call: LocalCall, x: fx.Node, pool: _Pool
 ) -> fx.Node:
     """Return the pool of a shard with the rows around it; ``fill`` replaces padding."""
-    padding = unsplit_padding(padding, split_dims(call, 0, k))
-    return call.same(
-        with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
-    )
+    padding = unsplit_padding(pool.padding, split_dims(call, 0, k))
+    pool = pool._replace(padding=padding)
+    return call.same(with_halo_rows(call, x, 0, fill), *pool)
 
 
-def pool_backward(
-    k: int,
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    *settings: Any,
+def _pool_backward(
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node, pool: _Pool, *index: fx.Node
 ) -> fx.Node:
     """Return a pool's gradient; gradients of rows around the shard go to their
     owners."""
     position = len(call.operands)  # of the result, which has the halos
-    padding = unsplit_padding(padding, split_dims(call, 1, k))
-    x = halo_shaped(call, x, position)
-    return add_halo_rows(
-        call, call.same(grad, x, kernel, stride, padding, *settings), position
-    )
+    padding = unsplit_padding(pool.padding, split_dims(call, 1, k))
+    x, pool = halo_shaped(call, x, position), pool._replace(padding=padding)
+    return add_halo_rows(call, call.same(grad, x, *pool, *index), position)
 
 
-def _max_pool(
-    k: int,
-    call: LocalCall,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil: bool = False,
-) -> Any:
+def _local_maximum(k: int, call: LocalCall, x: fx.Node, *settings: Any) -> fx.Node:
     """Return maxima, and where in its window each is."""
-    return pool(
-        k, least(x.meta["val"].dtype), call, x, kernel, stride, padding, dilation, ceil
-    )
+    fill = least(x.meta["val"].dtype)
+    return _pooled(k, fill, call, x, _Maximum(*settings))
 
 
-def _local_max_pool_with_indices(
-    k: int, call: LocalCall, x: fx.Node, *args: Any
+def _local_maximum_with_places(
+    k: int, call: LocalCall, x: fx.Node, *settings: Any
 ) -> Any:
-    return _with_places(k, call, _max_pool(k, call, x, *args))
+    return _with_places(k, call, _local_maximum(k, call, x, *settings))
 
 
 def _with_places(
-    k: int, call: LocalCall, pooled: fx.Node, parts: Sequence[UnevenParts] = ()
+    k: int, call: LocalCall, pooled: fx.Node, parts: Sequence[LaidOut] = ()
 ) -> Any:
     """Return the values of a pool, and positions of maxima in the whole dim."""
     if not any(split_dims(call, 0, k)):
         return pooled
     values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
     dims = _shards(call, index, parts, (0, 0), k)
-    return values, reindexed(call, index, dims, inward=False)
+    return values, _reindexed(call, index, dims, inward=False)
 
 
 def _local_offsets_to_indices(
@@ -246,11 +203,10 @@ def _local_offsets_to_indices(
     kernel: Sequence[int],
     size: Sequence[int],
     stride: Any,
-    padding: Any,
-    dilation: Any,
+    *settings: Any,
 ) -> fx.Node:
     """Return positions in the whole, as windows are counted from this rank's first."""
-    index = call.same(offsets, kernel, size, stride, padding, dilation)
+    index = call.same(offsets, kernel, size, stride, *settings)
     k = len(kernel)
     first = len(call.shapes[0]) - k
     for d, step in enumerate(each(stride, k)):
@@ -273,19 +229,20 @@ def _times(
     return build.compute(operator.add, start, base)
 
 
-def _local_max_pool_backward(
+def _local_maximum_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *args: Any
 ) -> fx.Node:
     """Return the gradient. ``args``: settings of the windows, then positions of
     maxima."""
     *settings, index = args
     if any(split_dims(call, 1, k)):
-        index = reindexed(call, index, shards_with_halos(call, 1, 3, k), inward=True)
-    return pool_backward(k, call, grad, x, *settings, index)
+        index = _reindexed(
+            call, index, _shards(call, index, (), (1, 3), k), inward=True
+        )
+    return _pool_backward(k, call, grad, x, _Maximum(*settings), index)
 
 
-@dataclass(frozen=True)
-class ShardWithHalo:
+class OwnRows(NamedTuple):
     """Describes one dim of a shard with the rows around it."""
 
     # Rows of the whole dim.
@@ -296,32 +253,39 @@ class ShardWithHalo:
     start: Callable[[int], Size]
 
 
-def shards_with_halos(
-    call: LocalCall, at: int, halos: int, k: int
-) -> list[ShardWithHalo]:
-    """Return the last ``k`` dims of the tensor at ``at``, with the halos of the one at
-    ``halos``."""
-    build, first = call.build, len(call.shapes[at]) - k
-    shards: list[ShardWithHalo] = []
-    ends = {dim: rows for dim, *rows in halos_of(call, halos)}
-    read = {window.dim: window for window in windows_of(call, halos)}
-    for d in range(first, first + k):
+def _shards(
+    call: LocalCall,
+    index: fx.Node,
+    parts: Sequence[LaidOut],
+    positions: tuple[int, int],
+    k: int,
+) -> list[OwnRows]:
+    """Return the last ``k`` dims of the pooled tensor as a rank has them. ``index``:
+    maxima; ``positions``: of that tensor, and of the tensor with halos and windows."""
+    build, (at, reader) = call.build, positions
+    ends = {dim: rows for dim, *rows in halos_of(call, reader)}
+    read = {window.dim: window for window in windows_of(call, reader)}
+    laid_out = {one.window.dim: one for one in parts}
+    out: list[OwnRows] = []
+    for d in range(len(call.shapes[at]) - k, len(call.shapes[at])):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
-        if d in read:
+        if d in laid_out:
+            out.append(laid_out[d].as_rows(index))
+        elif d in read:
             exchange = exchange_of(call, read[d])
             start = partial(build.compute, operator.mul, build.window_start(exchange))
-            width = build.window_rows(exchange)
-            shards.append(ShardWithHalo(whole, width, start))
-            continue
-        size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
-        width = build.compute(operator.add, size, before + after)
-        start = partial(_times, call, whole, axes, before)
-        shards.append(ShardWithHalo(whole, width, start))
-    return shards
+            out.append(OwnRows(whole, build.window_rows(exchange), start))
+        else:
+            size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
+            width = build.compute(operator.add, size, before + after)
+            out.append(
+                OwnRows(whole, width, partial(_times, call, whole, axes, before))
+            )
+    return out
 
 
-def reindexed(
-    call: LocalCall, index: fx.Node, dims: Sequence[ShardWithHalo], inward: bool
+def _reindexed(
+    call: LocalCall, index: fx.Node, dims: Sequence[OwnRows], inward: bool
 ) -> fx.Node:
     """Return positions in the whole for positions in the shard with the rows around it;
     ``inward``: the reverse."""
@@ -342,167 +306,139 @@ def reindexed(
     return total
 
 
-def _local_low_memory_pool(
-    call: LocalCall, x: fx.Node, kernel: Any, *settings: Any
-) -> Any:
-    return _max_pool(len(kernel), call, x, kernel, *settings)
-
-
-def _local_average(
-    k: int,
-    call: LocalCall,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil: bool = False,
-    count_padding: bool = True,
-    divisor: int | None = None,
-) -> fx.Node:
-    slid = windows(kernel, stride, padding, 1, k)
-    if not _can_count_by_place(call, 0, divisor, slid, ceil, count_padding):
-        return pool(
-            k, 0, call, x, kernel, stride, padding, ceil, count_padding, divisor
-        )
-    dtype = x.meta["val"].dtype
+def _local_average(k: int, call: LocalCall, x: fx.Node, *settings: Any) -> fx.Node:
+    pool, end, dtype = _Average(*settings), len(call.operands), x.meta["val"].dtype
+    if not _can_count_by_place(call, 0, pool, k):
+        return _pooled(k, 0, call, x, pool)
     x = call.build.cast(x, torch.promote_types(dtype, torch.float32))
-    total = pool(k, 0, call, x, kernel, stride, padding, ceil, count_padding, 1)
-    mean = _divided(call, total, 0, len(call.operands), slid, count_padding)
-    return call.build.cast(mean, dtype)
+    total = _pooled(k, 0, call, x, pool._replace(divisor=1))
+    return call.build.cast(_divided(call, total, 0, end, pool, k), dtype)
 
 
 def _local_average_backward(
-    k: int,
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    ceil: bool,
-    count_padding: bool,
-    divisor: int | None,
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *settings: Any
 ) -> fx.Node:
-    slid = windows(kernel, stride, padding, 1, k)
-    if _can_count_by_place(call, 2, divisor, slid, ceil, count_padding):
-        grad, divisor = _divided(call, grad, 1, 0, slid, count_padding), 1
-    settings = kernel, stride, padding, ceil, count_padding, divisor
-    return pool_backward(k, call, grad, x, *settings)
+    pool = _Average(*settings)
+    if _can_count_by_place(call, 2, pool, k):
+        grad, pool = _divided(call, grad, 1, 0, pool, k), pool._replace(divisor=1)
+    return _pool_backward(k, call, grad, x, pool)
 
 
-def _can_count_by_place(
-    call: LocalCall,
-    position: int,
-    divisor: int | None,
-    slid: Sequence[SlidingWindow],
-    ceil: bool,
-    count_padding: bool,
-) -> bool:
+def _can_count_by_place(call: LocalCall, position: int, pool: _Average, k: int) -> bool:
     """Return whether windows may count fewer rows at the ends of a dim, of the tensor
     at ``position``, of which ranks read windows of rows."""
-    padded = not count_padding and any(window.padding for window in slid)
-    return divisor is None and (ceil or padded) and bool(windows_of(call, position))
+    padded = not pool.count_padding and any(each(pool.padding, k))
+    may_be_fewer = pool.divisor is None and (pool.ceil or padded)
+    return may_be_fewer and bool(windows_of(call, position))
 
 
 def _divided(
-    call: LocalCall,
-    x: fx.Node,
-    many: int,
-    few: int,
-    slid: Sequence[SlidingWindow],
-    count_padding: bool,
+    call: LocalCall, x: fx.Node, many: int, few: int, pool: _Average, k: int
 ) -> fx.Node:
     """Return ``x`` divided by the rows that each window counts. ``many``, ``few``:
     positions of the tensors that have rows, and windows."""
-    value, k = x.meta["val"], len(slid)
-    first = value.dim() - k
-    for d, window in enumerate(slid, first):
-        counted = _counted(call, window, (many, few), d, count_padding)
-        counted = call.build.cast(counted, value.dtype)
-        view = [-1, *[1] * (value.dim() - 1 - d)]
-        counted = call.build.call(aten.reshape.default, counted, view)
-        x = call.build.call(aten.div.Tensor, x, counted)
+    build, value = call.build, x.meta["val"]
+    for d, window in enumerate(_slid(pool, k), value.dim() - k):
+        rows, axes = call.shapes[many][d], axes_of(call, few, d)
+        beyond = window.padding * pool.count_padding
+        place = build.iota(call.shape_at(few)[d], value.device)
+        start = build.own_start(call.shapes[few][d], axes)
+        place = build.call(aten.add.Tensor, place, start)
+        place = build.call(aten.mul.Tensor, place, window.stride)
+        first = build.call(aten.sub.Tensor, place, window.padding)
+        end = build.call(aten.add.Tensor, first, window.kernel)
+        first = build.call(aten.clamp_min.default, first, -beyond)
+        end = build.call(aten.clamp_max.default, end, rows + beyond)
+        counted = build.call(aten.sub.Tensor, end, first)
+        counted = _along(call, build.cast(counted, value.dtype), x, d)
+        x = build.call(aten.div.Tensor, x, counted)
     return x
 
 
-def _counted(
-    call: LocalCall,
-    window: SlidingWindow,
-    positions: tuple[int, int],
-    d: int,
-    count_padding: bool,
-) -> fx.Node:
-    """Return how many rows each window of a rank counts, of dim ``d`` of the tensors at
-    ``positions``, the one with rows and the one with windows."""
-    build, (many, few) = call.build, positions
-    rows, late = call.shapes[many][d], few - len(call.operands)
-    shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
-    start = build.own_start(call.shapes[few][d], axes_of(call, few, d))
-    place = build.iota(shape[d], call.node.meta["val"].device)
-    place = build.call(aten.add.Tensor, place, start)
-    place = build.call(aten.mul.Tensor, place, window.stride)
-    first = build.call(aten.sub.Tensor, place, window.padding)
-    end = build.call(aten.add.Tensor, first, window.kernel)
-    ends = (-window.padding, rows + window.padding) if count_padding else (0, rows)
-    first = build.call(aten.clamp_min.default, first, ends[0])
-    end = build.call(aten.clamp_max.default, end, ends[1])
-    return build.call(aten.sub.Tensor, end, first)
+def _along(call: LocalCall, numbers: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+    """Return numbers for the rows of a dim of ``x``, in a shape that broadcasts."""
+    view = [-1, *[1] * (x.meta["val"].dim() - 1 - dim)]
+    return call.build.call(aten.reshape.default, numbers, view)
 
 
 # Pools that cut a dim into a number of parts
 
 
-def _reach_of_parts(many: int, few: int) -> Reach:
-    """Return the rows of each of ``few`` parts, as many as the longest has."""
-    ends = range(1, few + 1)
-    span = max(-(-i * many // few) - (i - 1) * many // few for i in ends)
-    return Reach(many, few, span=span)
-
-
-def _parts(
-    many: Sequence[int], few: Sequence[int], first: int, position: int
-) -> tuple[list[str], list[str], tuple[RowWindow, ...]]:
-    """Return (words of dims that are cut, words of their parts, windows). ``first``:
-    the first of these dims; ``position``: of the tensor that has them."""
-    rows, parts, windows = [], [], []
-    for d, (n, count) in enumerate(zip(many, few, strict=True)):
+def _adaptive_rule(
+    k: int, many: Sequence[int], few: Sequence[int], position: int, tensors: int
+) -> Rule:
+    """Return the rule of dims of sizes ``many``, the last ``k`` of which are cut into
+    ``few`` parts. ``position``: of the tensor that has rows; ``tensors``: number of
+    operands."""
+    first, windows = len(many) - k, []
+    words = [*names(first), *["_"] * k]
+    for d, (n, count) in enumerate(zip(many[first:], few, strict=True), first):
         are_known = isinstance(n, int) and isinstance(count, int)
-        if not are_known or min(n, count) <= 1:
-            rows.append("_")
-            parts.append("_")
-            continue
-        rows.append(f"o{d}")
-        parts.append(f"o{d}")
-        halo = None if n % count else (0, 0)
-        reach = _reach_of_parts(n, count)
-        windows.append(RowWindow(position, first + d, n, count, reach, halo))
-    return rows, parts, tuple(windows)
+        if are_known and min(n, count) > 1:
+            words[d] = f"o{d}"
+            parts = [(i * n // count, -(-(i + 1) * n // count)) for i in range(count)]
+            reach = Reach(n, count, span=max(end - begin for begin, end in parts))
+            halo = None if n % count else (0, 0)
+            windows.append(RowWindow(position, d, n, count, reach, halo))
+    rule = parse_rule(text(*[words] * tensors, results=[words]))
+    return replace(rule, windows=tuple(windows))
 
 
 def _adaptive_pool(
     k: int, x: torch.Tensor, few: int | Sequence[int], results: int = 1
 ) -> Rule:
-    first = x.dim() - k
-    rows, parts, windows = _parts(x.shape[first:], each(few, k), first, 0)
-    lead = names(first)
-    words = text([*lead, *rows], results=[[*lead, *parts]] * results)
-    return replace(parse_rule(words), windows=windows)
+    rule = _adaptive_rule(k, x.shape, each(few, k), 0, 1)
+    return replace(rule, results=rule.results * results)
 
 
 def _adaptive_pool_backward(
     k: int, grad: torch.Tensor, x: torch.Tensor, *index: Any
 ) -> Rule:
     """Return the rule of a backward; ``index``: positions of maxima, if given."""
-    first, end = x.dim() - k, 2 + len(index)
-    rows, parts, windows = _parts(x.shape[first:], grad.shape[first:], first, end)
-    lead = names(first)
-    read = [[*lead, *parts], [*lead, *rows], *[[*lead, *parts]] * len(index)]
-    words = text(*read, results=[[*lead, *rows]])
-    return replace(parse_rule(words), windows=windows)
+    n = 2 + len(index)
+    return _adaptive_rule(k, x.shape, grad.shape[-k:], n, n)
+
+
+def _uneven(call: LocalCall, position: int) -> list[RowWindow]:
+    """Return the windows of dims whose parts have unequal lengths, of the tensor at
+    ``position``, which has rows."""
+    return [w for w in windows_of(call, position) if w.rows % w.count]
+
+
+def _averaged_parts(call: LocalCall, x: fx.Node, window: RowWindow) -> fx.Node:
+    """Return averages of parts of rows, as ``summed`` takes weights from."""
+    size = [window.count, window.reach.span]
+    return call.build.call(aten._adaptive_avg_pool2d.default, x, size)
+
+
+def _local_adaptive_average(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
+    own = call.local_shape()
+    x = with_halo_rows(call, x, 0)
+    x = summed(call, x, _uneven(call, 0), own, _averaged_parts)
+    return call.same(x, list(own[-k:]))
+
+
+def _local_adaptive_average_backward(
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node
+) -> fx.Node:
+    uneven, own = _uneven(call, 2), call.operand_shape(0)
+    shape = window_shape(call, call.operand_shape(1), 2)
+    for window in uneven:
+        shape[window.dim] = own[window.dim]
+    grad = call.same(grad, _pooled_like(call, x, shape, 2))
+    return spread(call, grad, 2, uneven, shape, _averaged_parts)
+
+
+def _pooled_like(
+    call: LocalCall, x: fx.Node, shape: Sequence[Size], position: int
+) -> fx.Node:
+    """Return a tensor of the shape of the pooled one on a rank; its values are not
+    used."""
+    return call.full(shape, 0, x) if windows_of(call, position) else x
 
 
 @dataclass(frozen=True)
-class UnevenParts:
+class LaidOut:
     """Holds parts of unequal lengths of a dim, laid out one after the other on a
     rank."""
 
@@ -514,180 +450,81 @@ class UnevenParts:
     places: fx.Node
     # For each laid out row whether it is within its part, not after the part's end.
     inside: fx.Node
-    # For each part its number of rows.
-    lengths: fx.Node
     # For each part its begin in the whole dim, minus its begin as laid out.
     shifts: fx.Node
     # Number of laid out rows.
     rows: Size
 
-    @property
-    def dim(self) -> int:
-        return self.window.dim
-
     def arranged(self, x: fx.Node, fill: int | float) -> fx.Node:
         """Return the rows of ``x``, laid out part after part."""
-        x = rows_at(self.call, x, self.dim, self.places)
-        return self.call.where(self._along(x, self.inside), x, fill)
+        dim = self.window.dim
+        x = rows_at(self.call, x, dim, self.places)
+        return self.call.where(_along(self.call, self.inside, x, dim), x, fill)
 
     def added(self, x: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """Return a tensor of this shape, to whose rows the values of laid out rows are
         added."""
-        x = self.call.where(self._along(x, self.inside), x, 0)
-        return added_at(self.call, x, shape, self.dim, self.places)
+        dim = self.window.dim
+        x = self.call.where(_along(self.call, self.inside, x, dim), x, 0)
+        return added_at(self.call, x, shape, dim, self.places)
 
-    def averaged(self, x: fx.Node) -> fx.Node:
-        """Return averages over the rows of each part, from averages over the longest
-        length."""
-        build = self.call.build
-        assert self.window.reach is not None
-        lengths = build.cast(self.lengths, x.meta["val"].dtype)
-        x = build.call(aten.mul.Tensor, x, self.window.reach.span)
-        return build.call(aten.div.Tensor, x, self._along(x, lengths))
-
-    def as_shard(self, index: fx.Node) -> ShardWithHalo:
-        """Return the shard as maxima count its rows. ``index``: maxima of each part."""
-
-        def start(sign: int) -> fx.Node:
-            shifts = self._along(index, self.shifts)
-            return self.call.build.call(aten.mul.Tensor, shifts, sign)
-
-        return ShardWithHalo(self.window.rows, self.rows, start)
-
-    def _along(self, x: fx.Node, numbers: fx.Node) -> fx.Node:
-        """Return numbers for the rows of the dim, in a shape that broadcasts."""
-        view = [-1, *[1] * (x.meta["val"].dim() - 1 - self.dim)]
-        return self.call.build.call(aten.reshape.default, numbers, view)
+    def as_rows(self, index: fx.Node) -> OwnRows:
+        """Return the dim as maxima count its rows. ``index``: maxima of each part."""
+        shifts = _along(self.call, self.shifts, index, self.window.dim)
+        start = partial(self.call.build.call, aten.mul.Tensor, shifts)
+        return OwnRows(self.window.rows, self.rows, start)
 
 
-def _uneven_parts(call: LocalCall, position: int, few: int) -> list[UnevenParts]:
-    """Return the laid out parts of dims of which ranks read windows, where parts have
-    unequal lengths. ``position``, ``few``: of the tensors that have rows, and parts."""
-    uneven = (w for w in windows_of(call, position) if w.rows % w.count)
-    return [_parts_of(call, window, few) for window in uneven]
-
-
-def _parts_of(call: LocalCall, window: RowWindow, few: int) -> UnevenParts:
-    build, late = call.build, few - len(call.operands)
-    assert window.reach is not None
-    device = call.node.all_input_nodes[0].meta["val"].device
-    shape = call.operand_shape(few) if late < 0 else call.local_shape(late)
-    count, span = shape[window.dim], window.reach.span
-    exchange, call_op = exchange_of(call, window), build.call
-    own = build.iota(count, device)
-    part = call_op(aten.add.Tensor, own, build.own_start(window.count, exchange.axes))
-    part = call_op(aten.clamp_max.default, part, window.count - 1)  # for a spare row
-    begin = call_op(aten.mul.Tensor, part, window.rows)
-    end = call_op(aten.add.Tensor, begin, window.rows + window.count - 1)
-    floor = {"rounding_mode": "floor"}
-    begin = call_op(aten.div.Tensor_mode, begin, window.count, **floor)
-    end = call_op(aten.div.Tensor_mode, end, window.count, **floor)
-    column = [-1, 1]
-    rows = call_op(
-        aten.add.Tensor,
-        call_op(aten.reshape.default, begin, column),
-        build.iota(span, device),
-    )
-    inside = call_op(aten.lt.Tensor, rows, call_op(aten.reshape.default, end, column))
-    places = call_op(aten.sub.Tensor, rows, build.window_start(exchange))
-    last = build.compute(operator.sub, build.window_rows(exchange), 1)
-    places = call_op(aten.clamp.default, places, 0, last)
-    return UnevenParts(
-        call,
-        window,
-        call_op(aten.reshape.default, places, [-1]),
-        call_op(aten.reshape.default, inside, [-1]),
-        call_op(aten.sub.Tensor, end, begin),
-        call_op(aten.sub.Tensor, begin, call_op(aten.mul.Tensor, own, span)),
-        build.compute(operator.mul, count, span),
-    )
-
-
-def _pooled(
-    k: int, call: LocalCall, x: fx.Node, fill: int | float
-) -> tuple[Any, list[UnevenParts]]:
-    """Return the op's result for a rank's parts, and the parts that were laid out."""
-    parts = _uneven_parts(call, 0, len(call.operands))
-    x = with_halo_rows(call, x, 0, fill)
-    for one in parts:
-        x = one.arranged(x, fill)
-    return call.same(x, list(call.local_shape()[-k:])), parts
-
-
-def _local_adaptive_average(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
-    pooled, parts = _pooled(k, call, x, 0)
-    for one in parts:
-        pooled = one.averaged(pooled)
-    return pooled
+def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOut]:
+    """Return the laid out parts of dims whose parts have unequal lengths. ``position``,
+    ``few``: of the tensors that have rows, and parts."""
+    build, out = call.build, []
+    for window in _uneven(call, position):
+        count, span = call.shape_at(few)[window.dim], window.reach.span
+        part, rows, places = rows_read(call, window, count)
+        end = build.call(aten.add.Tensor, part, 1)
+        end = build.call(aten.mul.Tensor, end, window.rows)
+        end = build.call(aten.add.Tensor, end, window.count - 1)
+        end = build.call(aten.div.Tensor_mode, end, window.count, rounding_mode="floor")
+        end = build.call(aten.unsqueeze.default, end, 1)
+        inside = build.call(aten.lt.Tensor, rows, end)
+        laid = build.iota(count, rows.meta["val"].device, span)
+        begin = build.call(aten.select.int, rows, 1, 0)
+        places, inside = (
+            build.call(aten.reshape.default, x, [-1]) for x in (places, inside)
+        )
+        shifts = build.call(aten.sub.Tensor, begin, laid)
+        all_rows = build.compute(operator.mul, count, span)
+        out.append(LaidOut(call, window, places, inside, shifts, all_rows))
+    return out
 
 
 def _local_adaptive_maximum(k: int, call: LocalCall, x: fx.Node, few: Any) -> Any:
-    pooled, parts = _pooled(k, call, x, least(x.meta["val"].dtype))
+    fill, parts = least(x.meta["val"].dtype), _laid_out(call, 0, len(call.operands))
+    x = with_halo_rows(call, x, 0, fill)
+    for one in parts:
+        x = one.arranged(x, fill)
+    pooled = call.same(x, list(call.local_shape()[-k:]))
     return _with_places(k, call, pooled, parts)
-
-
-def _shards(
-    call: LocalCall,
-    index: fx.Node,
-    parts: Sequence[UnevenParts],
-    positions: tuple[int, int],
-    k: int,
-) -> list[ShardWithHalo]:
-    """Return the last ``k`` dims of the pooled tensor as shards. ``positions``: of that
-    tensor, and of the tensor that has windows."""
-    dims = shards_with_halos(call, *positions, k)
-    first = len(call.shapes[positions[0]]) - k
-    for one in parts:
-        dims[one.dim - first] = one.as_shard(index)
-    return dims
-
-
-def _local_adaptive_average_backward(
-    k: int, call: LocalCall, grad: fx.Node, x: fx.Node
-) -> fx.Node:
-    parts = _uneven_parts(call, 2, 0)
-    for one in parts:
-        grad = one.averaged(grad)
-    return _added(call, parts, 2, call.same(grad, _of_pooled_shape(call, x, parts, 2)))
 
 
 def _local_adaptive_maximum_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node, index: fx.Node
 ) -> fx.Node:
-    parts = _uneven_parts(call, 3, 0)
+    parts, shape = _laid_out(call, 3, 0), window_shape(call, call.operand_shape(1), 3)
     if any(split_dims(call, 1, k)):
         dims = _shards(call, index, parts, (1, 3), k)
-        index = reindexed(call, index, dims, inward=True)
+        index = _reindexed(call, index, dims, inward=True)
         # A spare part's gradient is 0, which may be added anywhere.
         index = call.build.call(aten.clamp_min.default, index, 0)
-    gradient = call.same(grad, _of_pooled_shape(call, x, parts, 3), index)
-    return _added(call, parts, 3, gradient)
-
-
-def _of_pooled_shape(
-    call: LocalCall, x: fx.Node, parts: Sequence[UnevenParts], position: int
-) -> fx.Node:
-    """Return a tensor with the pooled tensor's shape on a rank; its values are not
-    used."""
-    if not windows_of(call, position):
-        return x
-    shape = window_shape(call, call.operand_shape(1), position)
+    own = list(shape)
     for one in parts:
-        shape[one.dim] = one.rows
-    return call.full(shape, 0, x)
-
-
-def _added(
-    call: LocalCall, parts: Sequence[UnevenParts], position: int, gradient: fx.Node
-) -> fx.Node:
-    """Return the gradient of a rank's rows from gradients of laid out rows."""
-    shape = window_shape(call, call.operand_shape(1), position)
-    for i, one in enumerate(parts):
-        own = list(shape)
-        for other in parts[i + 1 :]:
-            own[other.dim] = other.rows
+        own[one.window.dim] = one.rows
+    gradient = call.same(grad, _pooled_like(call, x, own, 3), index)
+    for one in parts:
+        own[one.window.dim] = shape[one.window.dim]
         gradient = one.added(gradient, own)
-    return add_halo_rows(call, gradient, position)
+    return add_halo_rows(call, gradient, 3)
 
 
 # Kind of work, and position of the argument with the window's size.
@@ -698,7 +535,9 @@ ROWS = {
     **rows(
         "prims::_low_memory_max_pool_with_offsets",
         _low_memory_pool,
-        local=_local_low_memory_pool,
+        local=lambda call, x, kernel, *rest: _local_maximum(
+            len(kernel), call, x, kernel, *rest
+        ),
         **_POOL,
     ),
     **rows(
@@ -715,22 +554,22 @@ ROWS = {
     **by_rank(
         "max_pool{}d_with_indices",
         (2, 3),
-        _pool_of(_max_windows, 2),
-        _local_max_pool_with_indices,
+        _pool_of(_Maximum, 2),
+        _local_maximum_with_places,
         **_POOL,
     ),
     **by_rank(
         "max_pool{}d_with_indices_backward",
         (2, 3),
-        _pool_of(_max_windows, reads=2),
-        _local_max_pool_backward,
+        _pool_of(_Maximum, reads=2),
+        _local_maximum_backward,
         linear="0",
         **_POOL_BACKWARD,
     ),
     **by_rank(
         "avg_pool{}d",
         (2, 3),
-        _pool_of(_average_windows),
+        _pool_of(_Average),
         _local_average,
         linear="0",
         **_POOL,
@@ -738,7 +577,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d_backward",
         (2, 3),
-        _pool_of(_average_windows, reads=1),
+        _pool_of(_Average, reads=1),
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -186,6 +186,34 @@ def window_shape(call: LocalCall, shape: Sequence[Size], position: int) -> list[
     return out
 
 
+def rows_read(
+    call: LocalCall, window: RowWindow, own: Size
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return (numbers of this rank's ``own`` rows of the tensor that reads a window's
+    rows, the rows of the whole dim that each reads, their places among those that the
+    rank has), the latter two [own, span]. A row beyond the dim has the place of the
+    last one before it; a spare row of a rank without rows may have any place."""
+    build, reach = call.build, window.reach
+    device = call.node.all_input_nodes[0].meta["val"].device
+    axes = axes_of(call, window.position, window.dim)
+    i = build.call(
+        aten.add.Tensor, build.iota(own, device), build.own_start(window.count, axes)
+    )
+    i = build.call(aten.clamp_max.default, i, window.count - 1)
+    first = build.call(aten.mul.Tensor, i, reach.step)
+    first = build.call(aten.add.Tensor, first, reach.first)
+    first = build.call(aten.div.Tensor_mode, first, reach.of, rounding_mode="floor")
+    first = build.call(aten.unsqueeze.default, first, 1)
+    rows = build.call(aten.add.Tensor, first, build.iota(reach.span, device))
+    places = build.call(aten.clamp.default, rows, 0, window.rows - 1)
+    if is_split(call, window.position, window.dim):
+        exchange = exchange_of(call, window)
+        last = build.compute(operator.sub, build.window_rows(exchange), 1)
+        places = build.call(aten.sub.Tensor, places, build.window_start(exchange))
+        places = build.call(aten.clamp.default, places, 0, last)
+    return i, rows, places
+
+
 def _exchanged(call: LocalCall, x: fx.Node, exchange: Exchange) -> fx.Node:
     args = exchange.text, exchange.axes
     present = _present_call(x, collective_nodes.move_rows, x, *args)
@@ -223,10 +251,9 @@ def rows(
             else part
             for part, piece in zip(parts, read, strict=True)
         ]
-    if len(parts) == 1:
-        return parts[0]
-    present = _present_call(parts[0], aten.cat.default, parts, dim)
-    return present or call.build.call(aten.cat.default, parts, dim)
+    return (
+        parts[0] if len(parts) == 1 else call.build.call(aten.cat.default, parts, dim)
+    )
 
 
 def _all_sent(
@@ -311,9 +338,6 @@ def _fill_beyond(
     before = further < 0
     test = aten.ge.Scalar if before else aten.lt.Scalar
     bound = -further if before else shards - further
-    present = _present_fill(x, axes, (test, bound), fill)
-    if present is not None:
-        return present
     index = build.call(
         aten.full.default,
         [],
@@ -322,29 +346,6 @@ def _fill_beyond(
         device=x.meta["val"].device,
     )
     return call.where(build.call(test, index, bound), x, fill)
-
-
-def _present_fill(
-    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
-) -> fx.Node | None:
-    """Return the node that replaces ``x`` by that constant on the same ranks, if it
-    exists: a backward reads the rows that the forward joined."""
-    for user in x.users:
-        if user.target is not aten.where.self or user.args[1] is not x:
-            continue
-        condition, _, constant = user.args
-        index = condition.args[0] if condition.args else None
-        if (condition.target, *condition.args[1:]) != test or not _is_full(index):
-            continue
-        place = index.args[1]
-        same_ranks = isinstance(place, fx.Node) and place.args[1:3] == (axes, 1)
-        if same_ranks and _is_full(constant) and constant.args[1] == fill:
-            return user
-    return None
-
-
-def _is_full(x: Any) -> TypeGuard[fx.Node]:
-    return isinstance(x, fx.Node) and x.target is aten.full.default
 
 
 def _size(x: fx.Node, dim: int) -> int:
@@ -368,15 +369,14 @@ def unsplit_padding(padding: int | Sequence[int], split: Sequence[bool]) -> list
 def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """Return a tensor of the shape of ``x`` with the rows of another tensor's halos;
     the values of the added rows are not used."""
+    halos = halos_of(call, position)
     if windows_of(call, position):
         shape = window_shape(call, call.operand_shape(1), position)
-        for dim, *around in halos_of(call, position):
+        for dim, *around in halos:
             shape[dim] = call.build.compute(operator.add, shape[dim], sum(around))
         return call.full(shape, 0, x)
-    if not halos_of(call, position):
-        return x
     amounts = [0] * (2 * len(call.shapes[position]))
-    for dim, *around in halos_of(call, position):
-        at = 2 * (len(call.shapes[position]) - 1 - dim)
+    for dim, *around in halos:
+        at = len(amounts) - 2 * (dim + 1)
         amounts[at : at + 2] = around
-    return call.build.pad_ends(x, amounts)
+    return call.build.pad_ends(x, amounts) if halos else x

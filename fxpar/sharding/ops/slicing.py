@@ -1,4 +1,5 @@
-"""Splits ops that cut, join, shift or repeat rows of a dim by position.
+"""Splits ops that cut, join, pad, shift or repeat rows of a dim by position, and those
+that read or write diagonals.
 
 The touched dim may be split like all others: it is one factor, of which tensors have
 different numbers of rows, and ranks exchange the rows that change ranks
@@ -6,8 +7,14 @@ different numbers of rows, and ranks exchange the rows that change ranks
 gives those it has and zero elsewhere, so the result is partial; when few rows are put
 in they are whole, and each rank takes its own. Every partial value may pass, except
 that a filled-in constant allows only reductions that leave the constant unchanged.
+
+Pads that repeat or mirror rows have become lookups; in the backward of those that
+repeat rows a rank sums the gradients of its own rows in the window of rows that they
+were made of (``Rule.windows``). Where a diagonal is read a rank gives the elements in
+its own rows and columns and zero elsewhere; where one is written it writes those.
 In: calls of these ops. Out: their rules and local forms.
-Never: cuts rows out of a split dim whose size is open.
+Never: cuts rows out of a split dim whose size is open; fills in a constant on ranks
+that would then add it up.
 """
 
 from __future__ import annotations
@@ -21,18 +28,36 @@ import torch
 from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
-from fxpar.sharding.factors import Reach, RowMoves, RowPiece, RowWindow, Rule
+from fxpar.sharding.factors import (
+    MONOTONE,
+    MOVEMENT,
+    Passage,
+    Reach,
+    RowMoves,
+    RowPiece,
+    RowWindow,
+    Rule,
+)
 from fxpar.sharding.op_table import all_at, at, keeping, make, rows, words_of
 from fxpar.sharding.ops.local_call import (
     LocalCall,
+    added_at,
     is_within,
     part_of,
     rows_at,
     trailing,
 )
 from fxpar.sharding.ops.pointwise import broadcast
-from fxpar.sharding.ops.reads import add_halo_rows, window_shape, with_halo_rows
+from fxpar.sharding.ops.reads import (
+    add_halo_rows,
+    exchange_of,
+    rows_read,
+    window_shape,
+    windows_of,
+    with_halo_rows,
+)
 from fxpar.sharding.ops.views import Shape, moves
+from fxpar.sharding.row_moves import around
 
 aten = torch.ops.aten
 
@@ -85,19 +110,6 @@ def resized(x: torch.Tensor | Shape, dim: int, rows: int) -> Shape:
     return shape
 
 
-def around(n: int, positions: range) -> list[RowPiece]:
-    """Return the pieces of ``n`` rows of the first operand, with the second's at
-    ``positions``."""
-    start, step, rows = positions.start, positions.step, len(positions)
-    last = start + step * (rows - 1)
-    pieces = [RowPiece(0, 0, start), RowPiece(1, 0, rows, at=start, stride=step)]
-    for i in range(1, step):
-        between = len(range(start + i, last, step))
-        pieces.append(RowPiece(0, 0, between, start + i, step, start + i, step))
-    pieces.append(RowPiece(0, 0, n - last - 1, last + 1, at=last + 1))
-    return [piece for piece in pieces if piece.count]
-
-
 # Cuts
 
 
@@ -148,29 +160,23 @@ def is_summed(rows: int, of: int, step: int) -> bool:
 
 
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, drop: bool = False) -> Rule:
-    """Return the rule of ``rows`` rows cut out of a dim."""
-    # A sum over ranks has no meaning for booleans.
-    if x.ndim == 0 or x.dtype == torch.bool or not is_few(rows, x.shape[dim]):
-        return cut(x, [dim], drop=drop)
-    dim, words = at(dim, x.ndim), words_of(x)
-    result_words = ["_" if i == dim else word for i, word in enumerate(words)]
+    """Return the rule of ``rows`` rows cut out of a dim, which ranks sum if they are
+    few. A sum over ranks has no meaning for booleans."""
+    rule = cut(x, [dim], drop=drop)
+    sums = x.ndim > 0 and x.dtype != torch.bool and is_few(rows, x.shape[dim])
+    return replace(rule, whole=frozenset()) if sums else rule
+
+
+def _put_rule(
+    x: torch.Tensor, dim: int, *, drop: bool = False, whole: bool = False
+) -> Rule:
+    """Return the rule of rows put somewhere along a dim of ``x``. ``drop``: they lack
+    the dim; ``whole``: it is whole in ``x``."""
+    words = words_of(x, {dim} if whole else ())
+    put = ["_" if i == dim else w for i, w in enumerate(words)]
     if drop:
-        del result_words[dim]
-    return make([words], [result_words])
-
-
-def _placed(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
-    """Return the rule of a cut's backward: ``grad`` is put somewhere in zeros of this
-    shape.
-
-    ``added``: the dim is new to the result.
-    """
-    dim = at(dim, len(shape))
-    words = words_of(shape, {dim})
-    landed = ["_" if i == dim else w for i, w in enumerate(words)]
-    if added:
-        del landed[dim]
-    return make([landed], [words])
+        del put[dim]
+    return make([words, put], [words])
 
 
 def _is_full(n: int, start: int | None, end: int | None, step: int) -> bool:
@@ -224,19 +230,7 @@ def slice_scatter(
         rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
         if rule is not None:
             return rule
-    put_rule = into(x, _placed(source, x.shape, dim))
-    return _open(put_rule, x, dim) if step == 1 else put_rule
-
-
-def into(x: torch.Tensor, put_rule: Rule) -> Rule:
-    """Return the rule that puts the operand into ``x``, its first operand, where
-    ``put_rule`` puts it into zeros."""
-    return replace(put_rule, operands=put_rule.results + put_rule.operands)
-
-
-def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
-    """Return the rule with that dim of ``x`` no longer whole."""
-    return replace(rule, whole=rule.whole.difference(rule.operands[0][at(dim, x.ndim)]))
+    return _put_rule(x, dim, whole=step != 1)
 
 
 def select(x: torch.Tensor, dim: int, index: int) -> Rule:
@@ -244,7 +238,7 @@ def select(x: torch.Tensor, dim: int, index: int) -> Rule:
 
 
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
-    return _open(into(x, _placed(source, x.shape, dim, added=True)), x, dim)
+    return _put_rule(x, at(dim, x.ndim), drop=True)
 
 
 def split(x: torch.Tensor, size: int, dim: int = 0) -> Rule:
@@ -259,10 +253,9 @@ def split_with_sizes(x: torch.Tensor, sizes: Shape, dim: int = 0) -> Rule:
 
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
     """Return the rule; each row is a result as by ``select``."""
-    dim, words = at(dim, x.ndim), words_of(x)
-    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
-        return cut(x, [dim], drop=True, results=x.shape[dim])
-    return make([words], [words[:dim] + words[dim + 1 :]] * x.shape[dim])
+    rule = cut(x, [dim], drop=True, results=x.shape[dim])
+    # A sum over ranks has no meaning for booleans.
+    return rule if x.dtype == torch.bool else replace(rule, whole=frozenset())
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
@@ -330,11 +323,8 @@ def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
     """Return the rule of rows in reverse order."""
     turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
     backwards = {d: [RowPiece(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
-    return moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
-
-
-def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
-    return keeping(x, {at(d, x.ndim) for d in dims})
+    rule = moved([x], [tuple(x.shape)], backwards)
+    return rule or keeping(x, {at(d, x.ndim) for d in dims})
 
 
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
@@ -363,6 +353,90 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
         for w, c, m in zip(["_"] * new + words, copies, repeats, strict=True)
     ]
     return make([words], [result])
+
+
+# Pads
+
+
+def cut_ends(x: torch.Tensor, pad: Sequence[int]) -> Rule:
+    """Return the rule with padded dims whole; ``pad``: from the last dim on, front and
+    back."""
+    dims = [x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n]
+    return cut(x, dims)
+
+
+def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
+    """Return the rule. A zero stays under every reduction, another constant under those
+    that keep equal values."""
+    reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
+    passages = (Passage((0,), reductions),)
+    shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
+    for i in range(0, len(pad), 2):
+        before, after = pad[i : i + 2]
+        if before or after:
+            dim, cut = x.ndim - 1 - i // 2, max(-before, 0)
+            rows = shape[dim] - cut + min(after, 0)
+            pieces[dim] = [RowPiece(0, 0, rows, cut, at=max(before, 0))]
+            shape[dim] += before + after
+    rule = moved([x], [shape], pieces, value)
+    return replace(rule or cut_ends(x, pad), passages=passages)
+
+
+def _pad_backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Rule:
+    """Return the rule of the gradient of a pad that repeats the nearest row."""
+    rule = cut_ends(x, pad)
+    shapes = [*x.shape, *grad.shape]
+    if min(pad) < 0 or not all(isinstance(n, int) for n in shapes):
+        return Rule(rule.results + rule.operands, rule.operands, whole=rule.whole)
+    words, windows = words_of(x), []
+    for d in sorted({x.ndim - 1 - i // 2 for i, n in enumerate(pad) if n}):
+        at, n, count = 2 * (x.ndim - 1 - d), x.shape[d], grad.shape[d]
+        before, after = pad[at : at + 2]
+        ends = range(before), range(count - after, count)
+        head, tail = (
+            tuple(min(max(i - before, 0), n - 1) for i in end) for end in ends
+        )
+        reach = Reach(1, first=-before, head=head, tail=tail)
+        windows.append(RowWindow(2, d, n, count, reach))
+    return replace(make([words, words], [words]), windows=tuple(windows))
+
+
+# Diagonals of matrices: a rank has the elements that are in its own rows and columns
+
+
+def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    """Return the rule: each rank has the elements in its own rows and columns, and zero
+    elsewhere."""
+    count = diagonal_rows(x.shape, offset, dim1, dim2)
+    words, line = _diagonal_words(x.shape, count, dim1, dim2)
+    if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
+        words = [w + "!" * (w not in ("_", *line)) for w in words]
+    return make([words], [line])
+
+
+def diagonal_rows(shape: Shape, offset: int, dim1: int, dim2: int) -> int:
+    """Return how many elements a diagonal of a matrix has."""
+    rows, columns = shape[dim1], shape[dim2]
+    return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+
+
+def _diagonal_words(
+    shape: Shape, count: int, dim1: int, dim2: int
+) -> tuple[list[str], list[str]]:
+    """Return (words of matrices, words of a diagonal of ``count`` elements); the
+    diagonal shares the word of a dim that it covers from end to end."""
+    words = words_of(shape)
+    first, second = at(dim1, len(shape)), at(dim2, len(shape))
+    others = [w for d, w in enumerate(words) if d not in (first, second)]
+    along = next((words[d] for d in (first, second) if shape[d] == count), "_")
+    return words, [*others, along]
+
+
+def diagonal_scatter(
+    x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Rule:
+    words, line = _diagonal_words(x.shape, source.shape[-1], dim1, dim2)
+    return make([words, line], [words])
 
 
 # Local forms
@@ -484,6 +558,96 @@ def _local_repeat(call: LocalCall, x: fx.Node, repeats: Sequence[int]) -> fx.Nod
     return call.same(x, [k if n == 1 else m for n, k, m in triples])
 
 
+def _local_pad_backward(
+    call: LocalCall, grad: fx.Node, x: fx.Node, pad: Sequence[int]
+) -> fx.Node:
+    """Return the gradient of the operand: rows are summed in the window of rows that a
+    rank's own were made of."""
+    windows = windows_of(call, 2)
+    if not windows:
+        return call.same(grad, x, pad)
+    rest, shape = list(pad), list(call.local_shape())
+    for window in windows:
+        at = 2 * (len(shape) - 1 - window.dim)
+        rest[at : at + 2] = 0, 0
+        shape[window.dim] = call.operand_shape(0)[window.dim]
+    if any(rest):
+        grad = call.same(grad, call.full(shape, 0, x), rest)
+    for window in windows:
+        *_, places = rows_read(call, window, shape[window.dim])
+        places = call.build.call(aten.reshape.default, places, [-1])
+        shape[window.dim] = call.build.window_rows(exchange_of(call, window))
+        grad = added_at(call, grad, shape, window.dim, places)
+    return add_halo_rows(call, grad, 2)
+
+
+def _starts(offset: int) -> tuple[int, int]:
+    """Return (row, column) of the first element."""
+    return max(-offset, 0), max(offset, 0)
+
+
+def _local_diagonal(
+    call: LocalCall, x: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> fx.Node:
+    build, shape = call.build, call.shapes[0]
+    dims = [dim % len(shape) for dim in (dim1, dim2)]
+    if not any(call.operands[0].dims[d] for d in dims):
+        return call.same(x, offset, dim1, dim2)
+    count, axes = call.result_shape()[-1], call.results[0].dims[-1]
+    own = build.iota(build.own_size(count, axes), x.meta["val"].device)
+    places, parts = [], []
+    for d, start in zip(dims, _starts(offset), strict=True):
+        first = build.own_start(count, axes, start)
+        place = build.call(aten.add.Tensor, own, first)
+        part = part_of(call, d, place)
+        places.append(place if part is None else part.read())
+        if part is not None:
+            x = part.rows_of(x)
+            parts.append(part)
+    others = [d for d in range(len(shape)) if d not in dims]
+    x = build.call(aten.permute.default, x, [*others, *dims])
+    elements = build.call(aten.index.Tensor, x, [*[None] * len(others), *places])
+    for part in parts:
+        elements = call.where(part.inside, elements, 0)
+    return elements
+
+
+def _local_diagonal_scatter(
+    call: LocalCall,
+    x: fx.Node,
+    source: fx.Node,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> fx.Node:
+    """Return ``x`` with the elements of ``source`` that fall into this rank's rows and
+    columns."""
+    build, spec, shape = call.build, call.results[0], call.result_shape()
+    dims, ndim = [dim % len(shape) for dim in (dim1, dim2)], len(shape)
+    count, device = call.shapes[1][-1], source.meta["val"].device
+    if not any(spec.dims[d] for d in dims) or not count:
+        return call.same(x, source, offset, dim1, dim2)
+    numbers = []  # of rows, and of columns, along the diagonal
+    for d, start in zip(dims, _starts(offset), strict=True):
+        own = build.iota(build.own_size(shape[d], spec.dims[d]), device)
+        first = build.own_start(shape[d], spec.dims[d], -start)
+        numbers.append(build.call(aten.add.Tensor, own, first))
+    columns = [
+        trailing(call, n, ndim - 1 - d) for n, d in zip(numbers, dims, strict=True)
+    ]
+    hit = build.call(aten.eq.Tensor, *columns)
+    part = part_of(call, ndim - 2, numbers[0], operand=1)
+    place = build.call(aten.clamp.default, numbers[0], 0, count - 1)
+    if part is not None:
+        source, place = part.rows_of(source), part.read()
+    source = rows_at(call, source, ndim - 2, place)
+    source = build.call(aten.unsqueeze.default, source, -1)
+    order = [*(d for d in range(ndim) if d not in dims), *dims]
+    places = [order.index(d) for d in range(ndim)]
+    source = build.call(aten.permute.default, source, places)
+    return build.call(aten.where.self, hit, source, x)
+
+
 ROWS = {
     **moves(
         "slice.Tensor slice_copy.Tensor",
@@ -513,7 +677,7 @@ ROWS = {
         facts="splits by_row",
     ),
     **moves("unbind.int", unbind, local=_local_unbind),
-    **moves("cat", cat, facts="copies pointwise by_row"),
+    **moves("cat prims::cat", cat, facts="copies pointwise by_row"),
     **moves("stack _stack", stack),
     **moves("unfold", unfold, local=_local_unfold),
     **rows(
@@ -525,5 +689,21 @@ ROWS = {
     ),
     **moves("flip prims::rev", mirror),
     **moves("repeat", repeat, local=_local_repeat, facts="copies"),
-    **moves("prims::cat", cat),
+    **rows("constant_pad_nd", constant_pad, facts="copies moves pointwise"),
+    **rows(
+        "replication_pad1d_backward replication_pad2d_backward "
+        "replication_pad3d_backward",
+        _pad_backward,
+        linear="0",
+        local=_local_pad_backward,
+        empty="fill",
+    ),
+    **moves("diagonal", diagonal, local=_local_diagonal),
+    **rows(
+        "diagonal_scatter",
+        diagonal_scatter,
+        movement="0+1",
+        local=_local_diagonal_scatter,
+        facts="moves",
+    ),
 }

@@ -5,8 +5,8 @@ A reshape is the common factorisation of its two shapes.
 A shard may be stored in memory in another order than the whole. Its strides can forbid
 a view that the strides of the whole allowed, so a change of shape is a reshape, which
 copies only then. A split dim of local size 1 is not a dim of size 1, so squeezing names
-the dims that go. Strides among the arguments are strides of the whole: the rule says
-which reshape or permutation they describe.
+the dims that go. Strides among the arguments are strides of the whole: where they
+describe a reshape it is one, else the tensor is whole.
 
 In: calls of these ops. Out: their rules and local forms.
 Never: reads memory beyond a tensor.
@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.graph.builder import value_of
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import Word, at, make, rows, words_of
 from fxpar.sharding.ops.local_call import LocalCall
@@ -190,51 +189,6 @@ def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
     return make([operand], [words])
 
 
-@dataclass(frozen=True)
-class Strided:
-    """Describes a use of strides as equal operations: ``x`` cut along dims, then
-    permuted."""
-
-    # The positions taken along each dim of ``x``.
-    cuts: tuple[range, ...]
-    # For each dim of the result its dim of ``x``; None where it is stretched or of size
-    # 1.
-    source: tuple[int | None, ...]
-
-
-def strided(
-    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
-) -> Strided | None:
-    """Return the operations that strides describe; None if they are no cut of single
-    dims. An element of ``x`` is at the place given by its own strides, so indices that
-    give the same place, and are within bounds, name the same element."""
-    dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
-    offset_left = 0 if offset is None else offset - x.storage_offset()
-    if offset_left < 0:
-        return None
-    starts = dict.fromkeys(range(x.ndim), 0)
-    for d in dims:
-        starts[d] = min(offset_left // max(x.stride(d), 1), x.shape[d] - 1)
-        offset_left -= starts[d] * x.stride(d)
-    if offset_left or 0 in x.shape or 0 in shape:
-        return None
-    cuts = {d: range(start, start + 1) for d, start in starts.items()}
-    source: list[int | None] = []
-    for n, step in zip(shape, stride, strict=True):
-        if n == 1 or step == 0:
-            source.append(None)
-            continue
-        dim = next((d for d in dims if 0 < x.stride(d) <= step), None)
-        if dim is None or dim in source or step % x.stride(dim):
-            return None
-        step //= x.stride(dim)
-        cuts[dim] = range(starts[dim], starts[dim] + (n - 1) * step + 1, step)
-        source.append(dim)
-        if cuts[dim][-1] >= x.shape[dim]:
-            return None
-    return Strided(tuple(cuts[d] for d in range(x.ndim)), tuple(source))
-
-
 def is_reshape(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> bool:
@@ -248,37 +202,17 @@ def is_reshape(
 def as_strided(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> Rule | None:
-    """Return the rule of a reshape of a contiguous tensor, or of cut dims, in any
-    order, with some stretched; None of any other strides."""
-    if is_reshape(x, shape, stride, offset):
-        return regroup(x.shape, shape)
-    form = strided(x, shape, stride, offset)
-    if form is None:
-        return None
-    words = [
-        word if cut == range(n) else "_"
-        for word, cut, n in zip(words_of(x), form.cuts, x.shape, strict=True)
-    ]
-    result = [
-        words[d] if d is not None else "_" if n == 1 else f"s{j}"
-        for j, (d, n) in enumerate(zip(form.source, shape, strict=True))
-    ]
-    return make([words], [result])
+    """Return the rule of a reshape of a contiguous tensor; None of any other
+    strides."""
+    return regroup(x.shape, shape) if is_reshape(x, shape, stride, offset) else None
 
 
 def as_strided_scatter(
-    x: torch.Tensor,
-    source: torch.Tensor,
-    shape: Shape,
-    stride: Shape,
-    offset: int | None = None,
+    x: torch.Tensor, source: torch.Tensor, *strides: Any
 ) -> Rule | None:
-    """Return the rule of the source put where ``as_strided`` reads; None where it reads
-    a place twice."""
-    rule = as_strided(x, shape, stride, offset)
-    if rule is None or math.prod(shape) > x.numel():
-        return None
-    if any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
+    """Return the rule of the source put where ``as_strided`` reads."""
+    rule = as_strided(x, *strides)
+    if rule is None:
         return None
     return replace(rule, operands=rule.operands + rule.results, results=rule.operands)
 
@@ -315,81 +249,18 @@ def _local_reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     return call.same(call.build.contiguous(x), *args)
 
 
-def _local_as_strided(
-    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
-) -> fx.Node:
-    args = value_of((call.node.args[0], shape, stride, offset))
-    if is_reshape(*args):
-        return _local_reshape(call, x)
-    form = strided(*args)
-    if form is None:
-        return _by_strides(call, x, shape, stride, offset)
-    build, x = call.build, _cuts(call, x, form)[-1]
-    size = x.meta["val"].shape
-    narrow = [1 if d is None else size[d] for d in form.source]
-    x = build.call(aten.permute.default, x, _order(form))
-    x = build.call(aten.reshape.default, x, narrow)
-    return build.call(aten.expand.default, x, list(call.local_shape()))
-
-
-def _order(form: Strided) -> list[int]:
-    """Return the dims in the order of the result, then those that were cut to one
-    place."""
-    order = [d for d in form.source if d is not None]
-    return order + [d for d in range(len(form.cuts)) if d not in order]
-
-
-def _cut_dims(call: LocalCall, form: Strided) -> list[int]:
-    return [d for d, cut in enumerate(form.cuts) if cut != range(call.shapes[0][d])]
-
-
-def _cuts(call: LocalCall, x: fx.Node, form: Strided) -> list[fx.Node]:
-    """Return ``x``, then ``x`` with one more dim cut each time."""
-    out = [x]
-    for d in _cut_dims(call, form):
-        cut = form.cuts[d]
-        ends = cut.start, cut.stop, cut.step
-        out.append(call.build.call(aten.slice.Tensor, out[-1], d, *ends))
-    return out
-
-
-def _local_as_strided_scatter(
-    call: LocalCall,
-    x: fx.Node,
-    source: fx.Node,
-    shape: Any,
-    stride: Any,
-    offset: int | None = None,
-) -> fx.Node:
-    build, global_args = call.build, list(value_of(call.node.args))
-    if as_strided_scatter(*global_args) is None:
-        first = _from_start(call, offset)
-        _refuse_beyond(call, shape, stride, first)
-        return call.same(_with_global_strides(call, x), source, shape, stride, first)
-    del global_args[1]
-    if is_reshape(*global_args):
-        return build.call(aten.reshape.default, source, list(call.local_shape()))
-    form = strided(*global_args)
-    assert form is not None
-    parts = _cuts(call, x, form)
-    order, size = _order(form), parts[-1].meta["val"].shape
-    source = build.call(aten.reshape.default, source, [size[d] for d in order])
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    source = build.call(aten.permute.default, source, inverse)
-    for d, part in zip(_cut_dims(call, form)[::-1], parts[-2::-1], strict=True):
-        cut = form.cuts[d]
-        ends = cut.start, cut.stop, cut.step
-        source = build.call(aten.slice_scatter.default, part, source, d, *ends)
-    return source
-
-
-def _by_strides(
-    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None
-) -> fx.Node:
-    """Return any other use of strides, on the whole tensor."""
-    first = _from_start(call, offset)
+def _local_as_strided(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
+    """Return a reshape, or any other use of strides, on the whole tensor. ``args``: the
+    source, if it is put where the strides read, and the strides."""
+    source = [x for x in args if isinstance(x, fx.Node)]
+    shape, stride, *offset = args[len(source) :]
+    global_x = call.node.args[0].meta["val"]
+    if is_reshape(global_x, shape, stride, *offset):
+        return _local_reshape(call, *(source or [x]))
+    first = _from_start(call, *offset)
     _refuse_beyond(call, shape, stride, first)
-    return call.same(_with_global_strides(call, x), shape, stride, first)
+    x = _with_global_strides(call, x)
+    return call.same(x, *source, shape, stride, first)
 
 
 def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None:
@@ -405,7 +276,7 @@ def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None
         )
 
 
-def _from_start(call: LocalCall, offset: int | None) -> int:
+def _from_start(call: LocalCall, offset: int | None = None) -> int:
     """Return an offset into memory, counted from the tensor's own start."""
     first = call.node.args[0].meta["val"].storage_offset()
     return 0 if offset is None else offset - first
@@ -448,15 +319,20 @@ ROWS = {
         facts="reshapes keeps_order by_row",
     ),
     **moves(
-        "reshape",
+        "reshape prims::reshape",
         view,
         shape=1,
         local=_local_reshape,
         view=False,
         facts="reshapes keeps_order sinks by_row",
     ),
-    **rows("view.dtype", view_dtype, local=_local_reread, facts="moves"),
-    **moves("permute", permute, facts="permutes sinks by_row"),
+    **rows(
+        "view.dtype prims::view_of_dtype",
+        view_dtype,
+        local=_local_reread,
+        facts="moves",
+    ),
+    **moves("permute prims::transpose", permute, facts="permutes sinks by_row"),
     **moves("transpose.int", transpose, facts="permutes by_row"),
     **moves("t", t, facts="permutes by_row"),
     **moves("expand", expand, shape=1, facts="by_row"),
@@ -468,16 +344,11 @@ ROWS = {
         facts="keeps_order by_row",
     ),
     **moves(
-        "squeeze.dims",
+        "squeeze.dims prims::squeeze",
         squeeze,
         local=_local_squeeze,
         along=1,
         facts="keeps_order by_row sinks",
-    ),
-    **moves(
-        "prims::squeeze",
-        squeeze,
-        local=_local_squeeze,
     ),
     **moves("unsqueeze", unsqueeze, along=1, facts="keeps_order sinks by_row"),
     **moves(
@@ -492,7 +363,7 @@ ROWS = {
         as_strided_scatter,
         movement="0+1",
         even=True,
-        local=_local_as_strided_scatter,
+        local=_local_as_strided,
         facts="moves by_strides",
     ),
     **rows("view_as_real view_as_real_copy", add_pair, linear="0", facts="moves"),
@@ -504,15 +375,6 @@ ROWS = {
         facts="moves",
     ),
     **moves("prims::broadcast_in_dim", broadcast_in_dim, shape=1),
-    **moves(
-        "prims::reshape",
-        view,
-        shape=1,
-        local=_local_reshape,
-        facts="reshapes",
-    ),
     **moves("prims::collapse prims::collapse_view", collapse, local=_local_reshape),
     **moves("prims::split_dim", split_dim, local=_local_reshape),
-    **moves("prims::transpose", permute),
-    **rows("prims::view_of_dtype", view_dtype, local=_local_reread),
 }

@@ -14,7 +14,7 @@ reader reshards to what it needs, so that readers that need the same share one r
 A parameter at rest settles once for the forward and once for the backward, since it is
 gathered again there.
 
-Ops that may exchange rows in one message (``shared_rows``) have a node for each group
+Ops that may exchange rows in one message (``row_moves``) have a node for each group
 of them, which says in which spec they share one exchange, and pays for it, or that they
 do not. Ops in that spec pay nothing for their rows, others for their own. Gradients
 share an exchange only if the ops that add them up have that spec too.
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from fxpar.errors import PlanError
-from fxpar.sharding import row_moves, shared_rows, shift_messages
+from fxpar.sharding import row_moves, shift_messages
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.factors import RowMoves
@@ -74,8 +74,8 @@ def groups_of(program: Program) -> Iterator[ExchangeGroup]:
     slices: dict[tuple[int, RowMoves], list[int]] = defaultdict(list)
     for op in program.ops:
         moves = _only_moves(op)
-        if moves is not None and shared_rows.sliced_at(moves) is not None:
-            slices[op.operands[0], shared_rows.slice_at(moves, 0)].append(op.index)
+        if moves is not None and row_moves.sliced_at(moves) is not None:
+            slices[op.operands[0], row_moves.slice_at(moves, 0)].append(op.index)
     for (value, _), ops in slices.items():
         if len(ops) > 1:
             yield ExchangeGroup(tuple(ops), value)
@@ -122,7 +122,7 @@ def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
                 sums.append(op.index)
                 todo.append(op)
             elif _is_put_into_zeros(op):
-                puts[shared_rows.put_from(op.rule.moves[0], 0)].append(op.index)
+                puts[row_moves.put_from(op.rule.moves[0], 0)].append(op.index)
     for ops in puts.values():
         if len(ops) > 1:
             yield ExchangeGroup(tuple(ops), root.results[0], tuple(sums))
@@ -130,7 +130,7 @@ def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
 
 def _is_put_into_zeros(op: Op) -> bool:
     moves = _only_moves(op)
-    if moves is None or shared_rows.put_at(moves) is None:
+    if moves is None or row_moves.put_at(moves) is None:
         return False
     zeros = op.node.args[0]
     is_full = getattr(zeros, "target", None) is aten.full.default
@@ -164,7 +164,7 @@ def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
     for k, strategy in enumerate(options.strategies):
         for pair in shift_messages.exchanges(op, strategy, build.mesh):
             seconds[k] = row_moves.seconds(pair[0], build.mesh, pair[1])
-            if seconds[k] and shared_rows.sharing_key(pair[0]) is not None:
+            if seconds[k] and row_moves.sharing_key(pair[0]) is not None:
                 exchanges[k] = pair
     share = build.op_share(index)
     return _Paid(seconds * share, options.specs[:, 0], tuple(exchanges))
@@ -184,11 +184,11 @@ def _shared(
         exchanges, row = [exchange for exchange, _ in pairs], pairs[0][1]
         if (
             len(pairs) > len(group.ops)
-            or len(set(map(shared_rows.sharing_key, exchanges))) > 1
+            or len(set(map(row_moves.sharing_key, exchanges))) > 1
         ):
             continue  # strategies that differ elsewhere
-        window = shared_rows.window_of(exchanges)
-        if len(pairs) > 1 and shared_rows.is_faster(window, exchanges, build.mesh, row):
+        window = row_moves.window_of(exchanges)
+        if len(pairs) > 1 and row_moves.is_faster(window, exchanges, build.mesh, row):
             seconds = row_moves.seconds(window, build.mesh, row)
             shared[spec] = seconds * build.op_share(group.ops[0])
     return shared
