@@ -3,7 +3,7 @@
 In: a local graph with its steps, forward and backward in one, of a program that is cut
 along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
 ``StageHome``, if it has one (``stage_kinds``). The forward is cut where it is cheapest
-(``sharding.cut_stages``), in its order. An op of the backward belongs to the stage of
+(``search.price_stages``), in its order. An op of the backward belongs to the stage of
 the op that it differentiates or, where autograd does not say, to a stage that has the
 values and weights that it reads. Never: a stage of the forward that reads from a later
 one, or an op of the backward at a later stage than what it continues.
@@ -36,12 +36,12 @@ from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
-from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program
+from fxpar.sharding.search.price_stages import cut_chain
 
 
 @dataclass(frozen=True)
