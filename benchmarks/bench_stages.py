@@ -244,8 +244,7 @@ def _by_hand(
     """What a mesh that others chose takes, its plan searched."""
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.cut_in_time import cut_in_time
-    from fxpar.sharding.decide import decide_on
+    from fxpar.sharding.decide import cut_in_time, decide_on
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.search.batch_parts import PartProgram
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fxpar.sharding.cost.streams import Task
+from fxpar.passes.simulate.simulate_step import Task
 from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.search_space import Node

@@ -1,6 +1,6 @@
 """Simulates tasks again after a change, as far as it reaches.
 
-``DeltaSimulation`` is ``fxpar.sharding.cost.streams.Simulation`` whose ``change`` takes
+``DeltaSimulation`` is the ``Simulation`` of ``simulate_step`` whose ``change`` takes
 new durations, and other axes, and computes again only what they change: the delta
 simulation of FlexFlow (Jia, Zaharia and Aiken, SysML 2019), with exactly the result of
 a full one.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.sharding.cost.streams import Task
+from fxpar.passes.simulate.simulate_step import Task
 from fxpar.sharding.mesh import axis_of
 
 

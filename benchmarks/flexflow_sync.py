@@ -28,7 +28,7 @@ from _common import ROOT, conditions
 from flexflow import CELLS, JOINED, MESHES, RECURRENT, synchronized
 
 from fxpar.sharding.search import formulate
-from fxpar.sharding.search.problem_builder import ALONE, ProblemBuilder
+from fxpar.sharding.search.formulate import ALONE, ProblemBuilder
 
 # Bytes/s of the link between nodes, in the paper's unit.
 LINKS = {"p100": 100e9, "k80": 56e9}

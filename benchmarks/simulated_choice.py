@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from choice_tasks import layout
 from delta_simulation import DeltaSimulation
 
+from fxpar.passes.simulate.simulate_step import Task
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.streams import Task
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.solver.problem import FORBIDDEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar import FxparError, Mesh, Spec
-from fxpar.errors import OptionError
+from fxpar.errors import HintError, OptionError
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.sharding.plan import Plan
 
@@ -174,6 +175,23 @@ def test_hints_from_a_toml_file(tmp_path):
     file.write_text("this is not toml")
     with pytest.raises(FxparError, match="cannot read the hints file"):
         fxpar.plan(model, torch.randn(4, 8), mesh="tp=2", hints=str(file))
+
+
+@pytest.mark.parametrize("hint", [5, None, {"a": 1}, b"[tp]"], ids=str)
+def test_what_is_no_hint_is_a_hint_error(hint: object) -> None:
+    how: dict[str, Any] = {"mesh": "tp=2", "mode": "propagate"}
+    with pytest.raises(HintError, match="hint 'weight': cannot read"):
+        fxpar.plan(nn.Linear(4, 4), torch.ones(2, 4), hints={"weight": hint}, **how)
+
+
+def test_a_hints_file_of_other_bytes_is_a_hint_error(tmp_path: Path) -> None:
+    path = tmp_path / "hints.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(HintError, match="cannot read the hints file"):
+        fxpar.plan(nn.Linear(4, 4), torch.ones(2, 4), mesh="tp=2", hints=str(path))
+    path.write_text('"weight" = 5')
+    with pytest.raises(HintError, match=f"{path}: hint 'weight': cannot read 5"):
+        fxpar.plan(nn.Linear(4, 4), torch.ones(2, 4), mesh="tp=2", hints=str(path))
 
 
 def test_every_collective_names_the_node_and_line_it_is_for():

@@ -10,7 +10,7 @@ Never: planning, tracing or running.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -20,7 +20,6 @@ from typing import Any
 from fxpar.errors import DeviceError
 from fxpar.passes.simulate.simulate_step import Timeline
 from fxpar.sharding.decide import Decision, route
-from fxpar.sharding.mesh import axis_of
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
 from fxpar.sharding.plan_text import memory_warnings, short_dtype
@@ -55,6 +54,8 @@ def page_data(plan: Plan, timeline: Timeline | None = None) -> dict[str, Any]:
     numbers."""
     page = _page(plan)
     text, line = _Texts(), timeline
+    # Most bytes first.
+    totals = sorted(plan.traffic().items(), key=lambda x: -x[1][1])
     return {
         "hash": plan.hash,
         "mesh": plan.mesh.unrefined.axes,
@@ -65,13 +66,13 @@ def page_data(plan: Plan, timeline: Timeline | None = None) -> dict[str, Any]:
         "edges": [edge.plain(text) for edge in page.edges],
         "tree": [_plain(item) for item in _tree(page)],
         "reasons": {text(name): text(why) for name, why in plan.reasons},
-        "totals": _totals(plan.collectives),
+        "totals": [[*key, *sums] for key, sums in totals],
         "dearest": _dearest(plan),
         "memory": dict(plan.memory),
         "says": [*memory_warnings(plan), *plan.predicted_texts()],
         "step": line and [line.seconds, line.compute_seconds, line.exposed_seconds],
         "room": plan.room,
-        "axes": _axes(plan),
+        "axes": plan.by_axis(),
         "layers": _layers(plan),
         "unknown": plan.unknown,
         "notes": plan.notes,
@@ -325,32 +326,6 @@ def _layers(plan: Plan) -> str:
         return plan.layers()
     except DeviceError as error:
         return f"no table by layer: {error.what}"
-
-
-def _axes(plan: Plan) -> list[list[Any]]:
-    """Return [axis, ranks, ops split, parameters split, bytes sent] per axis."""
-    ops, parameters, sent = (Counter[str]() for _ in range(3))
-    for node in plan.nodes:
-        ops.update({axis_of(a) for _, axes in node.factors for a in axes})
-    for _, spec in plan.parameters:
-        parameters.update({*map(axis_of, spec.sharded_axes)})
-    for c in plan.collectives:
-        for axis in {*map(axis_of, c.axes)}:
-            sent[axis] += c.bytes
-    return [
-        [axis, size, ops[axis], parameters[axis], sent[axis]]
-        for axis, size in plan.mesh.unrefined.axes
-    ]
-
-
-def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:
-    """Return [kind, axes, calls, bytes], most bytes first."""
-    calls: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for c in collectives:
-        calls[c.kind, "+".join(c.axes)] += 1
-        sizes[c.kind, "+".join(c.axes)] += c.bytes
-    return [[*key, calls[key], size] for key, size in sizes.most_common()]
 
 
 def _dearest(plan: Plan) -> list[list[Any]]:

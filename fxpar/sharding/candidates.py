@@ -26,10 +26,10 @@ from fxpar.errors import (
     SpecError,
     TooLargeError,
 )
-from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import (
     Decision,
     constraints_of,
+    cut_in_time,
     decide_on,
     with_rivals,
 )
@@ -131,7 +131,7 @@ class Subject:
         assert self.live is not None, "kernels are known with what lives"
         works = next(iter(self.kernels.values())).works
         hardware = self.options.hardware
-        flops = [(w, hardware.peak(w.dtype, family=w.family)) for w in works]
+        flops = [(w, hardware.peak(w.dtype, w.family)) for w in works]
         return sum(w.flops / (x.flops * x.efficiency) for w, x in flops if w.flops)
 
     def part(self, program: Program, request: Request, count: int) -> PartProgram:

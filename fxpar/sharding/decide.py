@@ -3,12 +3,14 @@
 ``decide`` propagates the given specs, chooses a strategy per op, places the reductions,
 and connects. ``decide_on`` does so for a request, or takes the given specs as facts and
 searches the fastest plan. (``recall`` applies a saved plan to a program again.)
-In: a Program, a mesh or a request with one, hints. Out: a Decision.
+``cut_in_time`` finds what follows the batch, by planning over an axis in time.
+In: a Program, a mesh or a request with one, hints. Out: a Decision; a ``BatchCut``.
 Never: looks at graphs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,8 +23,8 @@ from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
-from fxpar.sharding.mesh import Mesh, axis_of
-from fxpar.sharding.program import Program, Value, user_line
+from fxpar.sharding.mesh import Link, Mesh, axis_of
+from fxpar.sharding.program import Program, Signature, Value, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
@@ -34,14 +36,15 @@ from fxpar.sharding.propagate.at_rest import (
 from fxpar.sharding.propagate.gather_early import (
     gather_before_growth,
     gather_before_views,
+    gather_lookups,
+    is_cut,
     share_before_views,
 )
-from fxpar.sharding.propagate.gather_lookups import gather_lookups, is_cut
 from fxpar.sharding.propagate.place_reductions import place_reductions
 from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard.route import Edges, Reshard, connect, steps
 from fxpar.sharding.reshard.steps import Step
-from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
 from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
@@ -185,8 +188,7 @@ def decide(
     lie_as_read(program, can_rest_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
-    notes += _uneven_notes(program, edges, mesh)
-    notes += [*_gathered_notes(program, edges, mesh), *exchanged_notes(program, edges)]
+    notes += _edge_notes(program, edges, mesh)
     return Decision(
         program,
         mesh,
@@ -309,11 +311,6 @@ def _found(
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
-    of_edges = [
-        *_uneven_notes(program, edges, result.mesh),
-        *_gathered_notes(program, edges, result.mesh),
-        *exchanged_notes(program, edges),
-    ]
     return Decision(
         program,
         result.mesh,
@@ -321,7 +318,7 @@ def _found(
         result.settled,
         edges,
         tuple(origins),
-        (*notes, *of_edges),
+        (*notes, *_edge_notes(program, edges, result.mesh)),
         result,
     )
 
@@ -448,6 +445,14 @@ def _ties(program: Program) -> list[tuple[int, int]]:
     return pairs
 
 
+def _edge_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
+    """Return notes of what a plan's specs and reshards cost."""
+    uneven, gathered = (
+        f(program, edges, mesh) for f in (_uneven_notes, _gathered_notes)
+    )
+    return [*uneven, *gathered, *exchanged_notes(program, edges)]
+
+
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     """Return notes of dims with unequal shards, for which ranks wait for others."""
     out: dict[tuple[int, Axes], str] = {}
@@ -516,3 +521,68 @@ def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
             f"{value.nbytes * (1 - 1 / mesh.sizes[axis]):.0f} bytes more per rank",
         )
     return list(out.values())
+
+
+# -- a batch in parts ----------------------------------------------------------------
+
+# A message between places in time is a read and a write of memory, so that a reduction
+# is cheaper the earlier it runs.
+_MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
+
+
+def cut_in_time(program: Program) -> BatchCut | None:
+    """Return the factors and dims that follow the batch, by the same factor rules that
+    split a batch over ranks; None if the batch cannot be cut. ``stages.microbatches``
+    cuts the local graph in the same way."""
+    program = whole_in_time(program)
+    batch = conventions.batch_inputs(program)
+    if not batch:
+        return None
+    rows = math.gcd(*(program.values[v].shape[0] for v in batch))
+    if rows < 2:
+        return None
+    least = next(n for n in range(2, rows + 1) if rows % n == 0)
+    timed = decide_in_time(program, least, batch)
+    if not timed.is_even:
+        return None
+    factors = [
+        frozenset(f for f, axes in strategy.factors if axes)
+        for strategy in timed.strategies
+    ]
+    specs = list(timed.edges.specs)
+    sums = frozenset(v for v, spec in enumerate(specs) if spec.partial)
+    inputs = set(program.inputs)
+    for reshard in timed.edges.reshards:  # inputs are whole, and read in parts
+        if reshard.value in inputs:
+            specs[reshard.value] = reshard.target
+    dims = [frozenset(d for d, axes in enumerate(x.dims) if axes) for x in specs]
+    for op, cut in zip(program.ops, factors, strict=True):
+        rows = math.gcd(rows, *(op.rule.size[f] for f in cut))
+    return BatchCut(tuple(factors), tuple(dims), sums, rows)
+
+
+def whole_in_time(program: Program) -> Program:
+    """Return the program with each input and output whole."""
+
+    def whole(v: int | None) -> Spec | None:
+        return None if v is None else Spec.whole(len(program.values[v].shape))
+
+    signature = program.signature
+    inputs = (
+        replace(end, at_rest=whole(v), use=None)
+        for end, v in zip(signature.inputs, program.inputs, strict=True)
+    )
+    outputs = (
+        replace(end, at_rest=whole(v), layout="whole")
+        for end, v in zip(signature.outputs, program.outputs, strict=True)
+    )
+    signature = Signature(tuple(inputs), tuple(outputs), signature.tangents)
+    return replace(program, signature=signature)
+
+
+def decide_in_time(program: Program, count: int, batch: Iterable[int]) -> Decision:
+    """Return the decision for a program whose inputs and outputs are whole, over
+    ``count`` places in time that split dim 0 of the values of a batch."""
+    mesh = Mesh(((conventions.TIME, count),), (_MEMORY,))
+    seeds = [(v, (conventions.TIME,)) for v in batch]
+    return decide(program, mesh, {}, seeds, batch=())

@@ -42,6 +42,8 @@ PRIORITY = {"input": 0, "tangent": 0, "value": 0, "buffer": 1, "parameter": 1}
 
 Entries = Sequence[Any] | Spec | str
 
+_FORM = 'write TOML lines such as "*.up.weight" = ["tp", "_"], or a dict of the same'
+
 # A stage by its number.
 _PIN = re.compile(r"\s*(\w+)\s*=\s*(\d+)\s*")
 
@@ -49,18 +51,21 @@ _PIN = re.compile(r"\s*(\w+)\s*=\s*(\d+)\s*")
 def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries]:
     """Return a hint table from a mapping or a TOML file. Raises HintError if
     unreadable."""
-    if source is None:
-        return {}
-    if isinstance(source, Mapping):
-        return dict(source)
-    try:
-        table = tomllib.loads(Path(source).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise HintError(
-            f"cannot read the hints file {source}: {error}",
-            fix='write TOML lines such as "*.up.weight" = ["tp", "_"]',
-        ) from error
-    return dict(_flatten(table))
+    if isinstance(source, Mapping) or source is None:
+        table, where = dict(source or {}), ""
+    else:
+        try:
+            toml = tomllib.loads(Path(source).read_text())
+        except (OSError, ValueError) as error:
+            raise HintError(
+                f"cannot read the hints file {source}: {error}", fix=_FORM
+            ) from error
+        table, where = dict(_flatten(toml)), f"{source}: "
+    for name, hint in table.items():
+        if not isinstance(name, str) or not isinstance(hint, str | Spec | list | tuple):
+            what = f"{where}hint {name!r}: cannot read {hint!r}"
+            raise HintError(what, fix=_FORM)
+    return table
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

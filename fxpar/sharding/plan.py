@@ -6,7 +6,7 @@ text, JSON that reads back as an equal plan, a stable hash.
 A ``Saved`` is a value of the file with its place, as ``nodes[3].factors[0]``. Its
 methods return the value in the type that they name, and raise PlanError where it has
 another. ``plan_from`` reads a whole plan by them, each field by its type. Whether a
-plan fits a program, ``recall_plan`` checks. Never: decides anything.
+plan fits a program, ``plan_facts.recall`` checks. Never: decides anything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -23,7 +24,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from fxpar.cache_files import write_asked
 from fxpar.errors import FxparError, PlanError
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.mesh import Link, Mesh, axis_of
 from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import without_axes
@@ -180,6 +181,8 @@ class Plan:
     stages: tuple[PipelineStage, ...] = ()
     # Requested or searched for the stages; None: the usual number.
     microbatches: int | None = None
+    # The file that it was read from; empty: none.
+    path: str = field(default="", compare=False)
 
     @property
     def held_bytes(self) -> int:
@@ -192,6 +195,29 @@ class Plan:
         """Return whether the peak fits in the memory of a rank; true if either is
         unknown."""
         return self.room is None or self.held_bytes <= self.room
+
+    def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return (kind, axes) -> (calls, bytes) of the collectives of a step."""
+        out: dict[tuple[str, str], tuple[int, int]] = {}
+        for c in self.collectives:
+            calls, size = out.get(key := (c.kind, "+".join(c.axes)), (0, 0))
+            out[key] = calls + 1, size + c.bytes
+        return out
+
+    def by_axis(self) -> list[tuple[str, int, int, int, int]]:
+        """Return (axis, ranks, ops that it splits, parameters that it splits, bytes
+        sent along it) for each whole axis."""
+        ops, parameters, sent = (Counter[str]() for _ in range(3))
+        for node in self.nodes:
+            ops.update({axis_of(a) for _, axes in node.factors for a in axes})
+        for _, spec in self.parameters:
+            parameters.update({*map(axis_of, spec.sharded_axes)})
+        for c in self.collectives:
+            sent.update(dict.fromkeys(map(axis_of, c.axes), c.bytes))
+        return [
+            (axis, size, ops[axis], parameters[axis], sent[axis])
+            for axis, size in self.mesh.unrefined.axes
+        ]
 
     def predicted_texts(self) -> list[str]:
         """Return the predicted seconds of a step as text, nothing if unknown."""
@@ -312,7 +338,7 @@ class Plan:
                 fix="plan again, and save it: plan.save(path)",
             )
         try:
-            return cls.from_dict(data)
+            return replace(cls.from_dict(data), path=str(path))
         except PlanError as error:
             raise PlanError(f"{path}: {error.what}", fix=error.fix) from error
 
@@ -363,11 +389,10 @@ class Plan:
 def _compared(plan_a: Plan, plan_b: Plan) -> Iterator[tuple[str, int, int]]:
     """Yield (name, bytes of one plan, of the other): collectives by kind and axes,
     memory by kind, where both are known."""
-    sent: list[dict[str, int]] = [{}, {}]
-    for plan, sums in zip((plan_a, plan_b), sent, strict=True):
-        for c in plan.collectives:
-            kind = f"{c.kind} {'+'.join(c.axes)}"
-            sums[kind] = sums.get(kind, 0) + c.bytes
+    sent = [
+        {" ".join(key): size for key, (_, size) in plan.traffic().items()}
+        for plan in (plan_a, plan_b)
+    ]
     memory = (
         [dict(plan_a.memory), dict(plan_b.memory)]
         if plan_a.memory and plan_b.memory

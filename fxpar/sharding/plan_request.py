@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fxpar.config import Options
 from fxpar.errors import DeviceError, MeshError
@@ -28,7 +28,7 @@ from fxpar.sharding.manual_axes import ManualAxes, planned_signature
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, is_pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.program import Signature
 from fxpar.sharding.propagate.conventions import expert_axes
 from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.search.run_search import SearchOptions
@@ -145,8 +145,6 @@ def distinct(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
 
 Mode = str | SearchOptions | Plan
 
-End = TypeVar("End", Input, Output)
-
 
 @dataclass(frozen=True)
 class Request:
@@ -216,10 +214,8 @@ class Request:
             signature = of_one_stage(signature, self.pipeline.axis)
         if not self.mesh.is_refined:
             return signature
-        return replace(
-            signature,
-            inputs=tuple(_refined(x, self.mesh) for x in signature.inputs),
-            outputs=tuple(_refined(x, self.mesh) for x in signature.outputs),
+        return signature.with_layouts(
+            lambda end, spec: replace(end, at_rest=spec.refined(self.mesh))
         )
 
     @property
@@ -280,13 +276,6 @@ class Request:
             return replace(self, mesh=mesh, meshes=(), staged=())
         planned, pipeline = split_off(mesh, self.pipeline_schedule)
         return replace(self, mesh=planned, meshes=(), staged=(), pipeline=pipeline)
-
-
-def _refined(end: End, mesh: Mesh) -> End:
-    """Return an input or output whose spec at rest has the axes of a refined mesh."""
-    return (
-        end if end.at_rest is None else replace(end, at_rest=end.at_rest.refined(mesh))
-    )
 
 
 def machine(options: Options, ranks: int) -> Hardware:

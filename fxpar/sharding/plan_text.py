@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from fxpar.sharding.mesh import axis_of
 from fxpar.sharding.pipeline_axis import PipelineStage
-from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
+from fxpar.sharding.plan import Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 from fxpar.units import short_bytes, short_place, short_seconds, sizes_as_text
 
@@ -62,7 +63,7 @@ def summary_text(plan: Plan) -> str:
     lines += ["parameters:", *_by_spec(plan.parameters)]
     if plan.stages:
         lines += ["stages, each of one microbatch:", *map(_stage_line, plan.stages)]
-    lines += ["collectives per step and rank:", *_by_kind(plan.collectives)]
+    lines += ["collectives per step and rank:", *_by_kind(plan)]
     if plan.dearest:
         lines += ["dearest reshards:", *map(_moved, plan.dearest)]
     if plan.memory:
@@ -81,22 +82,13 @@ def summary_text(plan: Plan) -> str:
 def line_text(plan: Plan, batch: Collection[str] = ()) -> str:
     """Return in one line how much each axis splits and how much a step sends.
     ``batch``: axes along which each rank is fed a part of the batch."""
-    split = Counter(
-        axis
-        for node in plan.nodes
-        for axis in {a for _, axes in node.factors for a in axes}
-    )
-    rest = Counter(axis for _, spec in plan.parameters for axis in spec.sharded_axes)
-    texts = []
-    for axis, size in plan.mesh.axes:
+    texts, of_batch = [], {*map(axis_of, batch)}
+    for axis, size, ops, parameters, _ in plan.by_axis():
         if size > 1:
-            ops = (
-                "the batch"
-                if axis in batch
-                else f"{split[axis]} of {len(plan.nodes)} ops"
-            )
-            count = f", {rest[axis]} of {len(plan.parameters)} parameters"
-            texts.append(f"{axis} splits {ops}{count * bool(rest[axis])}")
+            what = f"{ops} of {len(plan.nodes)} ops"
+            what = "the batch" if axis in of_batch else what
+            count = f", {parameters} of {len(plan.parameters)} parameters"
+            texts.append(f"{axis} splits {what}{count * bool(parameters)}")
     sent = Counter(c.kind for c in plan.collectives)
     total = short_bytes(sum(c.bytes for c in plan.collectives))
     named = ", ".join(f"{n} {kind}" for kind, n in sent.most_common())
@@ -159,12 +151,9 @@ def _moved(moved: Moved) -> str:
     )
 
 
-def _by_kind(collectives: Iterable[Collective]) -> list[str]:
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for c in collectives:
-        groups[c.kind, "+".join(c.axes)].append(c.bytes)
+def _by_kind(plan: Plan) -> list[str]:
     out = [
-        f"  {kind:<15} {axes:<8} {len(sizes):>4} calls {short_bytes(sum(sizes)):>10}"
-        for (kind, axes), sizes in sorted(groups.items())
+        f"  {kind:<15} {axes:<8} {calls:>4} calls {short_bytes(size):>10}"
+        for (kind, axes), (calls, size) in sorted(plan.traffic().items())
     ]
     return out or ["  none"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -109,6 +109,16 @@ class Signature:
     outputs: tuple[Output, ...]
     # For each "tangent" input, its index and the index of its output.
     tangents: tuple[tuple[int, int], ...] = ()
+
+    def with_layouts(self, change: Callable[[Any, Spec], Any]) -> Signature:
+        """Return the signature with ``change`` of each input and output that has a
+        layout, given it and its spec at rest."""
+
+        def changed(end: Any) -> Any:
+            return end if end.at_rest is None else change(end, end.at_rest)
+
+        inputs, outputs = map(changed, self.inputs), map(changed, self.outputs)
+        return Signature(tuple(inputs), tuple(outputs), self.tangents)
 
 
 @dataclass(frozen=True)

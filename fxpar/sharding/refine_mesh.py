@@ -22,7 +22,7 @@ from fxpar.sharding.decide import decide_on
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh, axis_of, part_name, parts_among
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import Program, is_view, user_line
+from fxpar.sharding.program import Input, Output, Program, is_view, user_line
 from fxpar.sharding.propagate.conventions import (
     SEQUENCE,
     batch_axes,
@@ -139,17 +139,13 @@ def _named_axes(
             names = axes_of(str(op.node.args[1]).split(","), what)
             yield what, user_line(op.node), names
     signature = request.signature
-    ends_at_rest = [(end.name, end.at_rest) for end in signature.inputs]
-    ends_at_rest += [(end.name, end.at_rest) for end in signature.outputs]
-    uses = [(end.name, end.use) for end in signature.inputs]
-    for name, spec in (*ends_at_rest, *uses):
+    inputs, outputs = signature.inputs, signature.outputs
+    rest = [(x.name, x.at_rest) for ends in (inputs, outputs) for x in ends]
+    for name, spec in (*rest, *((x.name, x.use) for x in inputs)):
         if spec is not None:
             what = f"spec given for {name}"
-            yield (
-                what,
-                None,
-                spec.axes if isinstance(spec, Spec) else axes_of(spec, what),
-            )
+            axes = spec.axes if isinstance(spec, Spec) else axes_of(spec, what)
+            yield what, None, axes
 
 
 def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
@@ -157,21 +153,13 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
     out: dict[str, str] = {}
     for op in program.ops:
         out |= dict.fromkeys(op.rule.pin, "a manual region is over it")
-    signature = program.signature
-    ends = [
-        (end.name, end.at_rest, v)
-        for end, v in zip(signature.inputs, program.inputs, strict=True)
-    ]
-    ends += [
-        (end.name, end.at_rest, v)
-        for end, v in zip(signature.outputs, program.outputs, strict=True)
-    ]
-    for name, at_rest, v in ends:
-        shape = program.values[v].shape if v is not None else ()
-        for rows, axes in zip(shape, at_rest.dims if at_rest else (), strict=False):
+    ends: list[tuple[Input | Output, int]] = [*program.tensor_inputs]
+    for end, v in (*ends, *program.tensor_outputs):
+        dims = end.at_rest.dims if end.at_rest is not None else ()
+        for rows, axes in zip(program.values[v].shape, dims, strict=False):
             has_axes = all(map(mesh.has, axes))
             if has_axes and not shard_sizes.is_even(rows, mesh, axes):
-                why = f"{name} has {rows} rows in unequal shards"
+                why = f"{end.name} has {rows} rows in unequal shards"
                 out |= dict.fromkeys(axes, why)
     return out
 

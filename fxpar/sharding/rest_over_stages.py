@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.decide import Decision
@@ -32,7 +32,6 @@ from fxpar.sharding.strategy import (
     result_spec,
 )
 
-End = TypeVar("End", Input, Output)
 # (axis, dim) pairs: axes that split dims in addition to a spec, as minor axes.
 Splits = tuple[tuple[str, int], ...]
 
@@ -53,14 +52,13 @@ def of_one_stage(signature: Signature, axis: str) -> Signature:
     """Return the signature on the mesh of a stage: ``stage_dim`` is the dim that the
     axis splits."""
 
-    def bare(end: End) -> End:
-        if end.at_rest is None or axis not in end.at_rest.axes:
+    def bare(end: Any, spec: Spec) -> Any:
+        if axis not in spec.axes:
             return end
-        (dim,) = (d for d, axes in enumerate(end.at_rest.dims) if axis in axes)
-        return replace(end, at_rest=end.at_rest.without({axis}), stage_dim=dim)
+        (dim,) = (d for d, axes in enumerate(spec.dims) if axis in axes)
+        return replace(end, at_rest=spec.without({axis}), stage_dim=dim)
 
-    inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+    return signature.with_layouts(bare)
 
 
 def over_stages(
@@ -84,7 +82,12 @@ def over_stages(
         casts = len(op.operands) == 1 and op_facts_of(op.target).casts
         if op.index in update or casts:
             split_op(program, op, strategies, settled, split, mesh)
-    program = replace(program, signature=_resting(signature, axis))
+
+    def stored(end: Any, spec: Spec) -> Any:
+        splits = () if end.stage_dim is None else ((axis, end.stage_dim),)
+        return replace(end, at_rest=with_splits(spec, splits))
+
+    program = replace(program, signature=signature.with_layouts(stored))
     edges = connect(
         program,
         strategies,
@@ -112,18 +115,6 @@ def with_splits(spec: Spec, splits: Iterable[tuple[str, int]]) -> Spec:
         for d, axes in enumerate(spec.dims)
     ]
     return Spec.of(dims, spec.partial)
-
-
-def _resting(signature: Signature, axis: str) -> Signature:
-    """Return the signature with the axis of stages in the specs at rest."""
-
-    def whole(end: End) -> End:
-        if end.stage_dim is None or end.at_rest is None:
-            return end
-        return replace(end, at_rest=with_splits(end.at_rest, ((axis, end.stage_dim),)))
-
-    inputs, outputs = map(whole, signature.inputs), map(whole, signature.outputs)
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def split_op(

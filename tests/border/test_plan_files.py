@@ -128,15 +128,18 @@ def test_a_broken_file_is_a_plan_error_or_harmless(seed: int, tmp_path: Path) ->
         (("values", 0, 1), "[_]", "does not fit value .* has 1 dims"),
     ],
 )
-def test_the_place_is_named(
+def test_the_file_and_the_place_are_named(
     way: tuple, value: Any, message: str, tmp_path: Path
 ) -> None:
     data = json.loads(saved())
     functools.reduce(lambda x, k: x[k], way[:-1], data)[way[-1]] = value
     path, (model, x) = tmp_path / "plan.json", program()
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=rf"{path}: .*{message}"):
         fxpar.plan(model, x, mesh=MESH, grad=True, mode=str(path))
+    Path(path).write_text(saved())
+    with pytest.raises(PlanError, match=rf"{path}: the plan is for mesh"):
+        fxpar.plan(model, x, mesh="dp=4", grad=True, mode=str(path))
 
 
 def test_what_is_broken_in_the_file_names_the_file(tmp_path: Path) -> None:

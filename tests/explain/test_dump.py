@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar.sharding.plan_text import line_text
 
 STAGES = ["traced", "normalized", "planned", "resharded", "local"]
 
@@ -59,3 +60,12 @@ def test_a_stage_runs_in_a_process_of_its_own(
     )
     count = len(graph.output_node().args[0])
     assert done.stdout == f"{count}\n", done.stderr
+
+
+def test_parts_of_an_axis_count_as_the_axis() -> None:
+    hints = {"weight": ("tp:2", None)}
+    plan = fxpar.plan(nn.Linear(8, 8), torch.ones(4, 8), mesh="tp=4", hints=hints)
+    assert plan.mesh.is_refined
+    split = sum(any(axes for _, axes in node.factors) for node in plan.nodes)
+    text = f"tp splits {split} of {len(plan.nodes)} ops, 1 of 2 parameters; "
+    assert split and line_text(plan).startswith(text)

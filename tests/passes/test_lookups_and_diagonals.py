@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.sharding.ops import indexing
-from fxpar.sharding.propagate import gather_lookups
+from fxpar.sharding.propagate import gather_early
 
 ROWS = ("tp", None)
 
@@ -148,7 +148,7 @@ def test_gradients_of_cuts(rows: int) -> None:
 
 
 def test_cuts_by_themselves_send_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_lookups, "_cuts", lambda *_: {})
+    monkeypatch.setattr(gather_early, "_cuts", lambda *_: {})
     assert cut_rows("all selected") == [("all_reduce", 1)] * 12
 
 

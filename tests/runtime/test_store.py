@@ -347,7 +347,7 @@ def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     def kept(seconds: float, **how: Any) -> None:
         plan_store.save(key, plan, replace(found, **how), seconds, chosen=False)
 
-    late = replace(found.solution, gap=0.1)
+    late = replace(found.solution, bound=0.9 * found.solution.cost)
     kept(10.0, solution=replace(late, stopped=True))  # another run finds another
     assert plan_store.load(key, 1.0) is None
     kept(10.0, solution=late)

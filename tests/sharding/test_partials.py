@@ -5,16 +5,10 @@ Every case has a twin in which a nonlinear op forbids what the first one does.
 
 from __future__ import annotations
 
-import math
-import random
-from typing import Any
-
 import pytest
 import torch
 
 import fxpar
-from fxpar.sharding.propagate import place_reductions
-from fxpar.sharding.solver.min_cut import minimum_cut
 
 
 @pytest.fixture
@@ -130,27 +124,3 @@ def test_counts_may_be_cast_first(operands):
         return (x > 0).sum(1).to(torch.float32) * 0.5 + (x > 0).sum(1).float()
 
     assert len(reductions(shares, (x,), [(None, "a")])) == 1
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_parts_of_a_cut_are_cut_as_the_whole_is(seed: int) -> None:
-    """The side of the source, of values that read one another at random."""
-    draw = random.Random(seed)
-    values = range(24)
-    never = math.inf
-    edges: list[Any] = [("source", v, never) for v in values if draw.random() < 0.5]
-    edges += [(v, ("read", v), draw.randrange(1, 5)) for v in values]
-    edges += [(("read", v), "sink", never) for v in values if draw.random() < 0.3]
-    for v in values[:-1]:
-        if draw.random() < 0.4:
-            w = draw.randrange(v + 1, min(v + 4, 24))
-            edges += [(("read", v), w, never), (w, v, never)]
-
-    def side(part: list[Any]) -> set[Any]:
-        least = minimum_cut(part, "source", "sink")
-        assert least is not None
-        return least.early
-
-    parts = list(place_reductions._parts(edges))
-    assert len(parts) > 1
-    assert set().union(*map(side, parts)) - {"source"} == side(edges) - {"source"}

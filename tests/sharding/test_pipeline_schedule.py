@@ -13,13 +13,18 @@ import pytest
 
 from fxpar.errors import MeshError, OptionError, PlanError
 from fxpar.sharding import pipeline_schedule as schedules
-from fxpar.sharding.cut_stages import Held, StageMemory, cut_chain, of_places
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off, with_stages
 from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.rest_over_stages import of_one_stage, split_over_stages
-from fxpar.sharding.search.price_stages import least_staged
+from fxpar.sharding.search.price_stages import (
+    Held,
+    StageMemory,
+    cut_chain,
+    least_staged,
+    of_places,
+)
 from fxpar.sharding.spec import Spec
 
 SIZES = [(2, 1), (2, 4), (4, 2), (4, 8), (4, 12), (8, 16), (16, 32)]

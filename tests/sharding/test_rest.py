@@ -196,7 +196,7 @@ def gathered(
         for i in program.signature.inputs
     )
     program = replace(program, signature=replace(program.signature, inputs=inputs))
-    ours = derived(program, resting(program))
+    ours = set(derived(program, resting(program)))
     *ops, last = program.ops
     assert all(ours.issuperset(op.results) for op in ops), "the last op reads x"
     settled = [Spec.whole(len(value.shape)) for value in program.values]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpar.sharding.cost.streams import Simulation, Task
+from fxpar.passes.simulate.simulate_step import Simulation, Task
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from delta_simulation import DeltaSimulation

@@ -28,7 +28,7 @@ from fxpar.fusion.verbs.ring import of_rank
 from fxpar.graph.builder import Builder
 from fxpar.passes.lower import restrided
 from fxpar.sharding import rank_ints
-from fxpar.sharding.cost.balanced_queries import obstacle
+from fxpar.sharding.cost.program_kernels import obstacle
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten

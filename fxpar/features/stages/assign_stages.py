@@ -6,7 +6,7 @@ along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
 belong to one stage; nodes of all places are the update, writes to inputs, and random
 draws. All others have no home, and run wherever they are read: nodes computed from
 weights alone, from the batch alone, or from constants, and views. The forward is cut
-where it is cheapest (``sharding.cut_stages``), in its order. An op of the backward
+where it is cheapest (``search.price_stages``), in its order. An op of the backward
 belongs to the stage of the op that it differentiates or, where autograd does not say,
 to a stage that has the values and weights that it reads. Never: a stage of the forward
 that reads from a later one, or an op of the backward at a later stage than what it
@@ -35,13 +35,13 @@ from fxpar.sharding.cost.op import (
     kernel_seconds,
     tensors_in,
 )
-from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.search.price_stages import cut_chain
 
 FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
 

@@ -33,8 +33,7 @@ from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.local.localize import insert_reshards, partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
-from fxpar.sharding.cut_in_time import MEMORY, whole_in_time
-from fxpar.sharding.decide import Decision, decide
+from fxpar.sharding.decide import Decision, decide_in_time, whole_in_time
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import TIME, batch_inputs, plain_inputs
@@ -115,8 +114,8 @@ def _decide_parts(graph: fx.Graph, decision: Decision, count: int) -> Decision:
     """Return the decision for the graph over ``count`` places in time."""
     program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
-    seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
-    return decide(program, Mesh(((TIME, count),), (MEMORY,)), {}, seeds, batch=())
+    fit = (v for v in batch if program.values[v].shape[0] % count == 0)
+    return decide_in_time(program, count, fit)
 
 
 def _accumulate_by_stage(graph: fx.Graph) -> None:

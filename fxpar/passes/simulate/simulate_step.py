@@ -3,9 +3,9 @@
 In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. Never runs
 and never changes the graph; linear in nodes.
 
-``launches`` decides what is launched, and which ops are one kernel;
-``sharding.cost.streams`` when it runs, with the streams of PyTorch and NCCL. A kernel
-takes its launch and the larger of arithmetic and memory (``Hardware.seconds``), a
+``launches`` decides what is launched, and which ops are one kernel; ``Simulation`` when
+it runs, with the streams of PyTorch and NCCL. A kernel
+takes its launch and the larger of arithmetic and memory (``Hardware.kernel``), a
 collective the time of ``sharding.cost.collectives``: the share ``Hardware.beside`` of
 it delays the kernels, where it is called, and the rest overlaps with them. The host is
 always ahead of the device. ``peak_memory`` computes the memory.
@@ -37,8 +37,7 @@ from fxpar.passes.simulate.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_kernels import Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.streams import Simulation, Task
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.program import user_line
 from fxpar.sharding.reshard.steps import KINDS
@@ -140,6 +139,65 @@ class Timeline:
         return dict(out)
 
 
+@dataclass(frozen=True)
+class Task:
+    """Is a kernel, a collective or a wait, in the order of launches."""
+
+    # The name under which it is shown.
+    name: str
+    # Its duration.
+    seconds: float = 0.0
+    # The axes that a collective runs along; a kernel and a wait have none.
+    axes: tuple[str, ...] = ()
+    # The collective that a wait is for; a collective of any duration first waits for
+    # it.
+    of: int | None = None
+
+
+class Simulation:
+    """Says when each of some tasks runs, given in the order they are launched.
+
+    The model is what PyTorch does, with both NCCL and gloo. Kernels run one after the
+    other. Each set of axes that communicates has a process group, and so a stream: a
+    collective starts once all tasks launched before it have run, not only its operand,
+    since its stream waits for the compute stream where it is called. It also waits for
+    those called before it along any of its axes: sets that share an axis share its
+    links, on which two at a time would each have a part, to end no sooner together.
+    Axes that are not shared have links of their own, as the devices of FlexFlow do. A
+    wait holds the compute stream until its collective is done. A collective of no
+    duration is as if it were not there.
+
+    ``starts``, ``ends``: seconds, by index of the task; for a collective of no duration
+    when its result is there.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.starts, self.ends, self._clock = list[float](), list[float](), [0.0]
+        now, free = 0.0, dict[str, float]()
+        for task in tasks:
+            waited = 0.0 if task.of is None else self.ends[task.of]
+            start = now
+            if not task.axes:
+                now = end = max(now + task.seconds, waited)
+            elif not task.seconds:
+                start = end = max(now, waited)
+            else:
+                now = max(now, waited)
+                axes = list(map(axis_of, task.axes))
+                start = max([now, *(free.get(axis, 0.0) for axis in axes)])
+                end = start + task.seconds
+                free.update(dict.fromkeys(axes, end))
+            self.starts.append(start)
+            self.ends.append(end)
+            self._clock.append(now)
+        # When all is done.
+        self.seconds = max([now, *free.values()])
+
+    def clock(self, i: int) -> float:
+        """Return when the compute stream has passed task i, or all tasks: -1."""
+        return self._clock[i + 1 if i >= 0 else i]
+
+
 def simulate(
     graph: fx.Graph,
     mesh: Mesh,
@@ -231,12 +289,13 @@ def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
             seconds = hardware.fused(launch.moved, launch.light)
             work.tasks.append(Task(launch.name, seconds))
         else:
-            seconds = hardware.seconds(
+            seconds = hardware.launch + hardware.kernel(
                 launch.moved,
-                launch.flops + hardware.masked * launch.hidden_flops,
+                launch.flops,
                 launch.dims,
                 launch.dtype,
-                family=launch.family,
+                launch.family,
+                launch.hidden_flops,
             )
             work.tasks.append(Task(launch.name, seconds))
         work.last.append(len(work.tasks) - 1)

@@ -49,7 +49,6 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program, phase_of
 from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
-from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rest_over_stages import over_stages
@@ -135,7 +134,7 @@ def _follow(state: JointState, whole: Plan) -> Plan:
     moments = normalize.moments_of(state.program)
     moments = [node for node in moments if node.name not in planned_names]
     _rewrite(state, moments, normalize.expand_moments)
-    state.decision = recall(_program(state), state.request.mesh, plan)
+    state.decision = plan_facts.recall(_program(state), state.request.mesh, plan)
     return plan
 
 

@@ -22,7 +22,6 @@ import math
 import operator
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -149,24 +148,6 @@ class TensorView:
         return self.kernel.now() if self.kernel is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Holds facts of the target of a call, cached by target."""
-
-    # Facts of the op.
-    facts: OpFacts
-    # Whether Inductor can fuse it.
-    light: bool
-    # Whether its result is, or may be, memory of its operand.
-    views: bool
-
-    @staticmethod
-    @cache
-    def of(target: Any) -> _Target:
-        facts = op_facts_of(target)
-        return _Target(facts, is_light(target), facts.view or facts.reshapes)
-
-
 @dataclass(eq=False, slots=True)
 class _Growing:
     """Is a kernel of light ops."""
@@ -267,13 +248,13 @@ class KernelReader:
         operands = self.operands(node)
         if not operands and not tensors_in(value):
             return []
-        of = _Target.of(target)
-        if of.views and operands and (of.facts.view or is_view(node)):
+        facts = op_facts_of(target)
+        if operands and (facts.view or (facts.reshapes and is_view(node))):
             return [_view(operands[0], v) for v in tensors_in(value)]
-        if of.facts.constant and self.fused:
+        if facts.constant and self.fused:
             return [_value(node, None, value)]
-        if of.light:
-            return self._light(node, operands, of.facts)
+        if is_light(target):
+            return self._light(node, operands, facts)
         return self._alone(node, operands, flops_of(node))
 
     def settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:

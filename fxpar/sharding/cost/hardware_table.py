@@ -151,17 +151,15 @@ class Hardware:
     # Number of cores that they share; 0: each rank has a core, or a device, of its own.
     cores: int = 0
 
-    def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
-        """Return the peak of a torch dtype or its name; ``tf32``: float32 may run as
-        such. ``family``: of ops, which run as products do where they have no own
-        figures.
+    def peak(self, dtype: Any, family: str = "") -> Peak:
+        """Return the peak of a torch dtype or its name, or of "tf32". ``family``: of
+        ops, which run as products do where they have no own figures.
 
         A dtype without matrix units here runs as the next wider one does.
         """
         peaks = dict(self.peaks)
         name = str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
-        name = "tf32" if tf32 and name == "float32" else name
         while name not in peaks:
             name = _INSTEAD.get(name, "float32")
         return peaks.get(f"{name} {family}", peaks[name])
@@ -176,37 +174,21 @@ class Hardware:
         """Return (bytes, bytes/s) of kernels, up to sizes that no cache holds."""
         return *self.near, (self.near[-1][0] * _FAR, self.bandwidth)
 
-    def seconds(
+    def kernel(
         self,
         nbytes: float,
         flops: float = 0.0,
         dims: ProductDims = NO_DIMS,
         dtype: Any = "float32",
-        *,
-        tf32: bool = False,
         family: str = "",
+        hidden_flops: float = 0.0,
     ) -> float:
-        """Return the seconds of one kernel that moves ``nbytes``: a roofline, launch
-        included.
-
-        A contraction has ``flops`` and ``dims``.
-        """
-        work = self.arithmetic(flops, dims, dtype, tf32=tf32, family=family)
-        return self.launch + max(work, self.streaming(nbytes))
-
-    def arithmetic(
-        self,
-        flops: float,
-        dims: ProductDims = NO_DIMS,
-        dtype: Any = "float32",
-        *,
-        tf32: bool = False,
-        family: str = "",
-    ) -> float:
-        """Return the seconds a contraction multiplies and adds; 0 without ``flops``."""
-        if not flops:
-            return 0.0
-        return flops / self.peak(dtype, tf32=tf32, family=family).rate(flops, dims)
+        """Return the seconds of one kernel that moves ``nbytes``, without its launch: a
+        roofline. A contraction has ``flops`` and ``dims``; ``hidden_flops``: of pairs
+        that the causal mask of an attention hides."""
+        flops += self.masked * hidden_flops
+        work = flops / self.peak(dtype, family).rate(flops, dims) if flops else 0.0
+        return max(work, self.streaming(nbytes))
 
     def fused(self, nbytes: float, counts: Mapping[str, float]) -> float:
         """Return the seconds of a kernel of light ops that moves ``nbytes`` and does
@@ -344,6 +326,10 @@ def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
 CALIBRATE = "measure it: python -m fxpar calibrate --out machine.json"
 
 
+# What reading a file raises that is none of ``Hardware.save``.
+_UNREADABLE = OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
+
+
 def load(path: str | Path) -> Hardware:
     """Read a file of ``Hardware.save``. Raises OptionError if it is not one."""
     try:
@@ -359,7 +345,7 @@ def load(path: str | Path) -> Hardware:
         hardware = Hardware(**data)
         _check(hardware)
         return hardware
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise OptionError(
             f"cannot read hardware file {str(path)!r}: {error}", fix=CALIBRATE
         ) from None

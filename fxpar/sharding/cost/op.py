@@ -362,9 +362,8 @@ def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
         return on.streaming(nbytes)
     floating = (x.dtype for x in operands if x.dtype.is_floating_point)
     dtype, family = next(floating, results[0].dtype), family_of(node.target)
-    flops += on.masked * hidden_flops_of(node)
-    work = on.arithmetic(flops * share, dims_of(node), dtype, family=family)
-    return max(work, on.streaming(nbytes))
+    hidden_flops = hidden_flops_of(node) * share
+    return on.kernel(nbytes, flops * share, dims_of(node), dtype, family, hidden_flops)
 
 
 @dataclass(frozen=True)
@@ -375,13 +374,6 @@ class Domain:
     points: int
     # Rows that it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0
-
-    @staticmethod
-    @lru_cache(maxsize=1 << 12)
-    def of(points: int, rows: int = 0) -> Domain:
-        """Return the same object for the same numbers: most ops run over points that
-        others do."""
-        return Domain(points, rows)
 
     @property
     def is_split(self) -> bool:
@@ -404,7 +396,7 @@ class Domain:
         points, rows = max(self.points, other.points), self.rows or other.rows
         if points == self.points and rows == self.rows:
             return self
-        return Domain.of(points, rows)
+        return Domain(points, rows)
 
 
 def domain_of(
@@ -418,11 +410,11 @@ def domain_of(
     facts = facts or op_facts_of(node.target)
     if facts.rows is not None:
         shape, dim = hint_shape(node.args[0].meta["val"].shape), node.args[facts.rows]
-        return Domain.of(read, read // max(1, shape[dim] if shape else 1))
+        return Domain(read, read // max(1, shape[dim] if shape else 1))
     if facts.gathers:
-        return Domain.of(most)
+        return Domain(most)
     if facts.scatters and is_unordered(node):
-        return Domain.of(max(read, most))
+        return Domain(max(read, most))
     if least < max(read, most):
-        return Domain.of(max(read, most), max(1, least))
-    return Domain.of(most)
+        return Domain(max(read, most), max(1, least))
+    return Domain(most)

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fxpar.sharding import shard_sizes, shift_messages
-from fxpar.sharding.cost.balanced_queries import swap_seconds
+from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.fused_kernels import Buffer, KernelReader, Launch, TensorView
 from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
@@ -40,23 +40,26 @@ from fxpar.sharding.cost.op import (
     hidden_flops_of,
     is_light,
     light_operations,
+    nbytes_of,
     query_position,
 )
 from fxpar.sharding.cost.op import is_contraction as has_formula
 from fxpar.sharding.cost.recompute import phases
-from fxpar.sharding.cost.visible_pairs import unevenness
+from fxpar.sharding.cost.visible_pairs import has_causal_mask, unevenness
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import (
     Op,
     Program,
     Value,
     is_contraction,
     is_view,
+    tensor_nodes,
     values_by_node,
 )
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,12 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         return streamed + points / on.peak("float32").flops + messages
     pinned = dict(op.rule.pinned)  # ops inside a region count their own part
     parts = math.prod(n for f, n in shards.items() if f not in pinned)
-    flops, hidden_flops = work.flops / parts, on.masked * work.hidden_flops / parts
-
+    flops, hidden_flops = work.flops / parts, work.hidden_flops / parts
     dims = _dims(op, work, shards)
 
     def kernel(flops: float) -> float:
-        flops += hidden_flops
-        arithmetic = on.arithmetic(flops, dims, work.dtype, family=work.family)
-        return max(arithmetic, on.streaming(nbytes))
+        of_product = dims, work.dtype, work.family, hidden_flops
+        return on.kernel(nbytes, flops, *of_product)
 
     duration = kernel(flops * _unevenness(op, shards))
     swaps = swap_seconds(op, strategy, mesh, on) if work.balances else None
@@ -180,19 +181,13 @@ def work_of(
     family = family_of(op.target)
     flops = flops_of_op(op)
     hidden_flops = hidden_flops_of(op.node)
-    light = _light_of(op, max(map(math.prod, shapes)))
+    light = "", 0.0
+    if is_light(op.target):
+        facts, points = op_facts_of(op.target), max(map(math.prod, shapes))
+        light = facts.work, float(light_operations(op.node, points, facts))
     return Work(
         flops, traffic, shapes, launches, dtype, family, balances, hidden_flops, light
     )
-
-
-def _light_of(op: Op, points: int) -> tuple[str, float]:
-    """Return the class and number of element operations of a light op over ``points``
-    points; ("", 0.0) for any other op."""
-    if not is_light(op.target):
-        return "", 0.0
-    facts = op_facts_of(op.target)
-    return facts.work, float(light_operations(op.node, points, facts))
 
 
 def _unevenness(op: Op, shards: Mapping[str, float]) -> float:
@@ -238,6 +233,58 @@ def flops_of_op(op: Op) -> float:
     if not flops and is_contraction(op):
         flops = 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
     return flops
+
+
+def obstacle(queries: int, keys: int, ranks: int) -> str | None:
+    """Return why ``queries`` of a rank, in order of all of them, cannot be balanced;
+    None if they can."""
+    if keys != queries * ranks or ranks < 2:
+        return "does not read all keys, in order, and a part of the queries"
+    if queries % 2:
+        return f"has {queries} queries, which cannot be halved"
+    return None
+
+
+def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float | None:
+    """Return the seconds of swapping halves of all tensors with a row for each query,
+    and of the copies around that; None where a strategy leaves nothing to balance."""
+    first = query_position(op.target)
+    if first is None or not has_causal_mask(op.node):
+        return None
+    (queries,), (keys,) = (op.rule.tensors[first + i][-2] for i in range(2))
+    axes, size = strategy.axes_of.get(queries, ()), op.rule.size
+    ranks = mesh.count(axes)
+    if mesh.count(strategy.axes_of.get(keys, ())) > 1 or size[queries] % ranks:
+        return None
+    if obstacle(size[queries] // ranks, size[keys], ranks) is not None:
+        return None
+    total, permute = 0.0, along("permute", mesh, mesh.ordered(axes))
+    for nbytes, is_result in _with_factor(op, strategy, mesh, queries):
+        # A half is copied before it is sent; of a result both are joined.
+        copied = nbytes + 2 * nbytes * is_result
+        total += permute.seconds(nbytes / 2) + on.streaming(copied)
+    return total
+
+
+def _with_factor(
+    op: Op, strategy: Strategy, mesh: Mesh, factor: str
+) -> list[tuple[float, bool]]:
+    """Return (bytes on one rank, whether it is a result) of each tensor that has a
+    factor."""
+    operands = [node.meta["val"] for node in tensor_nodes(op.node)]
+    out = []
+    for i, dims in enumerate(op.rule.tensors):
+        if not any(factor in dim for dim in dims):
+            continue
+        place = i - len(operands)
+        spec = (
+            operand_spec(op.rule, strategy, i)
+            if place < 0
+            else result_spec(op.rule, strategy, place)
+        )
+        value = operands[i] if place < 0 else tensors_of(op.node.meta["val"])[place]
+        out.append((nbytes_of(value) / mesh.count(spec.sharded_axes), place >= 0))
+    return out
 
 
 # The time of a kernel that does not run.

@@ -25,7 +25,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import can_rest_as_read, derived, resting
 from fxpar.sharding.propagate.propagation import State
-from fxpar.sharding.reshard.route import price
+from fxpar.sharding.reshard.route import price_of
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
@@ -202,16 +202,8 @@ class _Choice:
             if self.free[i]:
                 continue
             need = operand_spec(op.rule, strategy, i)
-            total += price(
-                self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize
-            )
+            total += price_of(values[v], self.priced[i], need, mesh)
         for i, v in enumerate(op.results):
             raw_spec = result_spec(op.rule, strategy, i)
-            total += price(
-                raw_spec,
-                self.specs[n + i],
-                mesh,
-                values[v].shape,
-                values[v].dtype.itemsize,
-            )
+            total += price_of(values[v], raw_spec, self.specs[n + i], mesh)
         return total

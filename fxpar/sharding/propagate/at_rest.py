@@ -118,7 +118,7 @@ def settle_at_rest(engine: Propagation) -> None:
             gradients.add(v)
             seeds.append((v, out.at_rest, f"gradient of {out.name} at rest"))
     if seeds:
-        among = derived(program, parameters) | alone(program, gradients)
+        among = {*derived(program, parameters), *alone(program, gradients)}
         engine.extend(seeds, among)
 
 
@@ -168,28 +168,22 @@ def resting(program: Program) -> set[int]:
     }
 
 
-def derived(program: Program, roots: set[int]) -> set[int]:
-    """Return ``roots`` and the values computed from them alone."""
-    values = set(roots)
+def derived(program: Program, roots: Collection[int]) -> dict[int, frozenset[int]]:
+    """Return ``roots`` and the values computed from them alone, each with the roots it
+    is computed from."""
+    values = {v: frozenset({v}) for v in roots}
     for op in program.ops:
         if op.operands and all(v in values for v in op.operands):
-            values.update(op.results)
+            of = frozenset[int]().union(*(values[v] for v in op.operands))
+            values.update(dict.fromkeys(op.results, of))
     return values
 
 
 def exchanged_notes(program: Program, edges: Edges) -> list[str]:
     """Return a note of the parameters that are sharded at rest along other dims than
     this program uses; none if there are no such parameters."""
-    names = {
-        v: declared.name
-        for declared, v in program.tensor_inputs
-        if v in resting(program)
-    }
-    roots = {v: frozenset({v}) for v in names}
-    for op in program.ops:
-        if op.operands and all(v in roots for v in op.operands):
-            of = frozenset[int]().union(*(roots[v] for v in op.operands))
-            roots.update(dict.fromkeys(op.results, of))
+    names = {v: declared.name for declared, v in program.tensor_inputs}
+    roots = derived(program, resting(program))
     exchanged: dict[tuple[int, Spec], None] = {}
     for x in edges.reshards:
         before, after = (
@@ -225,25 +219,20 @@ def gathered_again(program: Program) -> set[int]:
     stored = resting(program) | {v for x, v in parameters if x.at_rest is None}
     if not stored:
         return set()
-    parameter_values, backward = derived(program, stored), program.backward
+    roots, backward = derived(program, stored), program.backward
     large = {v for v in stored if len(program.values[v].shape) > 1} or stored
-    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in stored}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
     for op in program.ops:
-        of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
-        if of and parameter_values.issuperset(op.results) and op.results:
-            roots.update(dict.fromkeys(op.results, of))
-        elif large.isdisjoint(of):
+        of = frozenset[int]().union(*(roots.get(v, ()) for v in op.operands))
+        if large.isdisjoint(of) or not roots.keys().isdisjoint(op.results):
             continue
-        elif op.index not in backward:
+        if op.index not in backward:
             last = of
         elif first is None:
             first = of
     still_there = last & (first or frozenset())
-    return {
-        v for v in parameter_values if still_there.isdisjoint(roots.get(v, frozenset()))
-    }
+    return {v for v, of in roots.items() if still_there.isdisjoint(of)}
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:

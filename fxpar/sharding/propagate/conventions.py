@@ -15,6 +15,7 @@ and norms reduce over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh, axis_of
@@ -103,10 +104,7 @@ def sequence_seeds(
                 f"{'+'.join(axes)}, whose ranks repeat the same work"
             )
             continue
-        rest = len(value.shape) - 2
-        dims: tuple[Axes, ...] = ((), axes, *[()] * rest)
-        shut = (False,) * len(dims)
-        seeds.append(Seed(v, dims, shut, f"sequence dim of {value.name}"))
+        seeds.append(_splitting(value, 1, axes, f"sequence dim of {value.name}"))
     return seeds
 
 
@@ -143,18 +141,15 @@ def batch_seeds(
                 continue
             fit.append(axis)
         if fit:
-            open_dims = len(value.shape)
-            dims: tuple[Axes, ...] = (tuple(fit), *[()] * (open_dims - 1))
-            seeds.append(
-                Seed(
-                    v,
-                    dims,
-                    (False,) * open_dims,
-                    f"batch dim of {value.name}",
-                    batch=True,
-                )
-            )
+            origin = f"batch dim of {value.name}"
+            seeds.append(_splitting(value, 0, tuple(fit), origin, batch=True))
     return seeds
+
+
+def _splitting(value: Value, d: int, axes: Axes, origin: str, **how: Any) -> Seed:
+    """Return the seed that splits one dim of a value and leaves all open."""
+    dims = tuple(axes if i == d else () for i in range(len(value.shape)))
+    return Seed(value.index, dims, (False,) * len(dims), origin, **how)
 
 
 def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
@@ -165,14 +160,10 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
         if axes and str(op.target) == EXPERT_MM:
             groups, v = op.node.args[3], op.operands[1]
             if groups == mesh.count(axes):
-                seeds[v] = Seed(
-                    v,
-                    (axes, (), ()),
-                    (False,) * 3,
-                    f"convention: experts of {program.values[v].name}",
-                    priority=FIRST,
-                    experts=True,
-                )
+                value = program.values[v]
+                origin = f"convention: experts of {value.name}"
+                how = {"priority": FIRST, "experts": True}
+                seeds[v] = _splitting(value, 0, axes, origin, **how)
     return list(seeds.values())
 
 
@@ -285,12 +276,8 @@ def _column_seed(
         heads = heads_of(program, op, factor, roots)
         if heads is None and _is_residual(program, op, factor, roots):
             continue
-        dims: list[Axes] = [()] * len(program.values[v].shape)
-        dims[d] = axes
-        name = program.values[roots[v]].name
-        return Seed(
-            v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
-        )
+        origin = f"convention: columns of {program.values[roots[v]].name}"
+        return _splitting(program.values[v], d, axes, origin)
     return None
 
 

@@ -22,15 +22,15 @@ the graph, or lets a partial value into an op that has no passage for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh, axis_of, split_name
 from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate.at_rest import alone
 from fxpar.sharding.propagate.propagation import State
-from fxpar.sharding.reshard.route import price
+from fxpar.sharding.reshard.route import price_of
 from fxpar.sharding.solver.min_cut import minimum_cut
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import (
@@ -60,14 +60,14 @@ def place_reductions(
     passing_strategies = list(strategies)
     partials: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
-        for reduction, passing in _cuts(
+        for reduction, passages, partial_values in _cuts(
             program, state, passing_strategies, mesh, axis, partials
         ):
-            for index, passage in passing.passages.items():
+            for index, passage in passages.items():
                 passing_strategies[index] = _with_pass(
                     passing_strategies[index], axis, reduction, passage
                 )
-            for v in passing.partial_values:
+            for v in partial_values:
                 partials.setdefault(v, []).append((axis, reduction))
     settled = []
     for value in program.values:
@@ -111,22 +111,15 @@ def _with_pass(strategy: Strategy, axis: str, reduction: str, passage: int) -> S
     return Strategy(without_axes(strategy.factors, (axis,)), passes)
 
 
+@dataclass
 class _Region:
     """Holds values that could be partial over one axis, and the passages of ops."""
 
-    def __init__(self) -> None:
-        self.sources: set[int] = set()
-        self.member: set[int] = set()
-        self.via: dict[int, int] = {}  # op index -> passage index
-        self.zeros: set[int] = set()  # constants that are partial sums for free
-
-
-class _Passing:
-    """Holds the outcome: ops that pass a partial on, and values kept partial."""
-
-    def __init__(self) -> None:
-        self.passages: dict[int, int] = {}
-        self.partial_values: set[int] = set()
+    sources: set[int] = field(default_factory=set)  # values that ops make partial
+    member: set[int] = field(default_factory=set)  # values that could be partial
+    via: dict[int, int] = field(default_factory=dict)  # op index -> passage index
+    # Constants that are partial sums for free.
+    zeros: set[int] = field(default_factory=set)
 
 
 def _cuts(
@@ -136,8 +129,9 @@ def _cuts(
     mesh: Mesh,
     axis: str,
     partials: Kept,
-) -> Iterator[tuple[str, _Passing]]:
-    """Yield a cut per reduction, each with the strategies as the one before left
+) -> Iterator[tuple[str, dict[int, int], set[int]]]:
+    """Yield (reduction, passage of each op that passes a partial on, values kept
+    partial) by a cut per reduction, each with the strategies as the one before left
     them."""
     reductions = dict.fromkeys(
         op
@@ -154,7 +148,7 @@ def _cuts(
                 for v in region.member
                 for also in [_earlier_parts(program, strategies, v, axis, partials)]
             }
-            yield reduction, _cut(program, axis, region, prices)
+            yield reduction, *_cut(program, axis, region, prices)
 
 
 def _grow(
@@ -258,24 +252,18 @@ def _earlier_parts(
 
 def _cut(
     program: Program, axis: str, region: _Region, prices: Mapping[int, int]
-) -> _Passing:
-    """Return the minimum cut, found separately for each connected part of the
-    region."""
-    reached: set[_Node] = set()
-    sides: dict[tuple[Any, ...], set[int]] = {}  # layers repeat
-    for edges in _parts(_edges(program, axis, region, prices)):
-        number: dict[_Node, int] = {"source": 0, "sink": 1}
-        for node, to, _ in edges:
-            number.setdefault(node, len(number))
-            number.setdefault(to, len(number))
-        key = tuple((number[node], number[to], ticks) for node, to, ticks in edges)
-        if key not in sides:
-            least = minimum_cut(key, 0, 1)
-            assert least is not None, "each value has a price"
-            sides[key] = least.early
-        nodes = list(number)
-        reached.update(nodes[i] for i in sides[key])
-    return _passing(program, region, reached)
+) -> tuple[dict[int, int], set[int]]:
+    """Return the passages and the values kept partial by the minimum cut."""
+    least = minimum_cut(_edges(program, axis, region, prices), "source", "sink")
+    assert least is not None, "each value has a price"
+    partial = region.member & least.early
+    passages = {
+        index: passage
+        for index, passage in region.via.items()
+        if not partial.isdisjoint(program.ops[index].results)
+    }
+    # A partial value all of whose readers take it partial is never reduced.
+    return passages, {v for v in partial if ("read", v) in least.early}
 
 
 def _edges(
@@ -309,25 +297,6 @@ def _edges(
     return edges
 
 
-def _parts(edges: Sequence[_Edge]) -> Iterable[list[_Edge]]:
-    """Return the edges of each part that is connected without the source and the
-    sink."""
-    root: dict[_Node, _Node] = {}
-
-    def find(node: _Node) -> _Node:
-        while root.setdefault(node, node) != node:
-            root[node] = node = root[root[node]]
-        return node
-
-    inner = [[n for n in edge[:2] if n not in ("source", "sink")] for edge in edges]
-    for ends in inner:
-        root[find(ends[0])] = find(ends[-1])
-    parts: dict[_Node, list[_Edge]] = {}
-    for edge, ends in zip(edges, inner, strict=True):
-        parts.setdefault(find(ends[0]), []).append(edge)
-    return parts.values()
-
-
 def _reduced_outputs(program: Program, axis: str) -> set[int]:
     """Return the outputs, except those whose layout between steps is partial over the
     axis."""
@@ -336,21 +305,6 @@ def _reduced_outputs(program: Program, axis: str) -> set[int]:
         return out.at_rest is not None and (axis, "sum") in out.at_rest.partial
 
     return {v for out, v in program.tensor_outputs if not can_be_partial(out)}
-
-
-def _passing(program: Program, region: _Region, reached: Collection[_Node]) -> _Passing:
-    """Return the ops and values that the cut leaves partial. ``reached``: its source
-    side."""
-    out = _Passing()
-    partial = {v for v in region.member if v in reached}
-    for index, passage in region.via.items():
-        if any(v in partial for v in program.ops[index].results):
-            out.passages[index] = passage
-    for v in partial:
-        # A partial value all of whose readers take it partial is never reduced.
-        if ("read", v) in reached:
-            out.partial_values.add(v)
-    return out
 
 
 def _price(
@@ -368,7 +322,6 @@ def _price(
         value, target = program.values[v], state.spec(v)
         dims = [tuple(a for a in dim if a not in axes) for dim in target.dims]
         source = Spec.of(dims, [(a, "sum") for a in axes])
-        seconds = price(source, target, mesh, value.shape, value.dtype.itemsize)
-        return round(seconds * _TICKS)
+        return round(price_of(value, source, target, mesh) * _TICKS)
 
     return max(0, ticks([axis, *also]) - (ticks(also) if also else 0))

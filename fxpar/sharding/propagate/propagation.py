@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
@@ -127,9 +126,6 @@ class State:
 LEVELS = 5
 PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
 
-# (tensor of an op, one of its dims, axes that it got, the tensor they came from)
-_Growth = tuple[int, int, Axes, int]
-
 
 class Propagation:
     """Is the fixed-point engine; ``seed`` and ``run`` may be called repeatedly."""
@@ -155,15 +151,8 @@ class Propagation:
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
-        # Growths that a visit made, by kind and rule of the op and the states of its
-        # values (``_state_key``); an equal visit repeats them.
-        self._grown: dict[tuple[Any, ...], list[_Growth]] = {}
-        # Growths made by the visit that is under way.
-        self._growth: list[_Growth] = []
         # By value and dim, axes that wait for their turn, and whether it is closed.
         self._held: dict[tuple[int, int], tuple[Axes, bool]] = {}
-        # Counts axes that were found not to divide a dim.
-        self._refusals = 0
 
     def tie(self, a: int, b: int) -> None:
         """Make two values of equal shape (a parameter, its gradient) share axes."""
@@ -245,47 +234,10 @@ class Propagation:
                 return
             index = heapq.heappop(self._heaps[level])
             self._queued[level].discard(index)
-            self._visit(self.program.ops[index], level)
-
-    def _visit(self, op: Op, level: int) -> None:
-        """Apply an op, or repeat the visit of one of the same kind if values were in
-        equal states."""
-        tensors = op.tensors
-        places = tuple(map(tensors.index, tensors))  # one may be there twice
-        states = tuple(map(self._state_key, tensors))
-        key = op.kind, op.rule, level, places, states
-        # A value that is tied to another changes that one during the visit.
-        alone = self._ties.keys().isdisjoint(tensors)
-        growth = self._grown.get(key)
-        if growth is not None and (alone or not growth):
-            self._grow_again(op, growth)
-            return
-        self._growth, refusals = [], self._refusals
-        self._apply(op, level)
-        is_all = self._refusals == refusals and level != TURN
-        if is_all and (alone or not self._growth):
-            self._grown[key] = self._growth
-
-    def _grow_again(self, op: Op, growth: Sequence[_Growth]) -> None:
-        """Repeat the growths of an equal visit on the tensors of this op."""
-        for i, each in itertools.groupby(growth, key=lambda step: step[0]):
-            for _, d, axes, source in each:
-                self._extend(op.tensors[i], d, axes, op.tensors[source], op.name)
-            self._changed(op.tensors[i])
-
-    def _state_key(self, v: int) -> Any:
-        """Return the part of a value's state that a visit reads."""
-        state = self.state
-        words = state.whole.get(v), v in state.barred
-        if not state.origins[v] and state.active[v] and not any(words):
-            return None if not any(state.closed[v]) else tuple(state.closed[v])
-        split = tuple((a, o.batch) for a, o in state.origins[v].items())
-        dims, closed = tuple(state.dims[v]), tuple(state.closed[v])
-        return dims, closed, state.active[v], split, words
+            self._apply(self.program.ops[index], level)
 
     def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
         """Note an axis that some factor wanted on a dim that cannot take it."""
-        self._refusals += 1
         self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _changed(self, v: int) -> None:
@@ -427,7 +379,10 @@ class Propagation:
             best: Axes = ()
             source = -1
             for i in rule.where[factor]:
-                axes = _axes_before(views[i].get(factor, ()), rule.pin)
+                free = itertools.takewhile(
+                    lambda axis: axis not in rule.pin, views[i].get(factor, ())
+                )
+                axes = tuple(free)
                 if not axes or (restrict and not self._large[op.index][i]):
                     continue
                 n = min(len(axes), len(best))
@@ -519,7 +474,6 @@ class Propagation:
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
             return False
-        self._growth.append((i, d, tuple(fit), source))
         view[factor] = view.get(factor, ()) + tuple(fit)
         return True
 
@@ -543,22 +497,3 @@ class Propagation:
             if self.mesh.count(axes) != op.rule.size[f]:
                 return False
         return False
-
-
-def _axes_before(axes: Axes, stop: Container[str]) -> Axes:
-    """Return the axes in front of the first that is in ``stop``."""
-    return tuple(itertools.takewhile(lambda axis: axis not in stop, axes))
-
-
-def propagate(
-    program: Program,
-    mesh: Mesh,
-    seeds: Sequence[Seed],
-    ties: Iterable[tuple[int, int]] = (),
-) -> Propagation:
-    """Propagate ``seeds`` to a fixed point; the engine can take more seeds after."""
-    engine = Propagation(program, mesh)
-    for a, b in ties:
-        engine.tie(a, b)
-    engine.seed(seeds)
-    return engine

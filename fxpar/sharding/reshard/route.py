@@ -23,7 +23,7 @@ from functools import lru_cache
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without, without_stages
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, Value
 from fxpar.sharding.reshard import all_pairs, one_pair
 from fxpar.sharding.reshard.steps import Step, duration, front, written
 from fxpar.sharding.spec import Spec
@@ -56,6 +56,11 @@ def price(
         return 0.0
     seconds = _route(source, target, mesh, tuple(shape), itemsize)[1]
     return seconds or written(source, target, mesh, shape, itemsize)
+
+
+def price_of(value: Value, source: Spec, target: Spec, mesh: Mesh) -> float:
+    """Return ``price`` of a value of a program."""
+    return price(source, target, mesh, value.shape, value.dtype.itemsize)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -143,8 +148,7 @@ class _Versions:
     def _price(self, v: int, source: Spec, target: Spec) -> float:
         if not _has_one_route(source, target):
             return math.inf
-        value = self.program.values[v]
-        return price(source, target, self.mesh, value.shape, value.dtype.itemsize)
+        return price_of(self.program.values[v], source, target, self.mesh)
 
     def get(self, v: int, need: Spec, reader: int | None, output: int | None) -> None:
         """Make version ``need`` of a value unless it exists."""
@@ -301,9 +305,7 @@ def connect(
 
 def reshard_seconds(program: Program, edges: Edges, mesh: Mesh) -> float:
     """Return the seconds of all reshards, one after the other."""
-    values, total = program.values, 0.0
-    for each in edges.reshards:
-        value = values[each.value]
-        ends = each.source, each.target
-        total += price(*ends, mesh, value.shape, value.dtype.itemsize)
-    return total
+    values = program.values
+    return sum(
+        price_of(values[x.value], x.source, x.target, mesh) for x in edges.reshards
+    )

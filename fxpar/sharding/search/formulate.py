@@ -14,11 +14,6 @@ reader reshards to what it needs, so that readers that need the same share one r
 A parameter at rest settles once for the forward and once for the backward, since it is
 gathered again there.
 
-Ops that may exchange rows in one message (``row_moves``) have a node for each group
-of them, which says in which spec they share one exchange, and pays for it, or that they
-do not. Ops in that spec pay nothing for their rows, others for their own. Gradients
-share an exchange only if the ops that add them up have that spec too.
-
 Source: the pairwise form is Alpa's (OSDI 2022, section 4.2) without its restriction
 that replicated heavy work is forbidden; partial results are specs like others.
 """
@@ -27,198 +22,39 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import Any
 
 import numpy as np
-import torch
 
 from fxpar.errors import PlanError
-from fxpar.sharding import row_moves, shift_messages
+from fxpar.sharding.cost import program_kernels
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.program_kernels import ProgramKernels
-from fxpar.sharding.factors import RowMoves
+from fxpar.sharding.cost.program_kernels import NEVER, ProgramKernels, kernels_of
+from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Output, Program, is_view
-from fxpar.sharding.row_moves import Exchange
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
-from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
-from fxpar.sharding.search.search_space import EdgeEnd, Node
-from fxpar.sharding.solver import Live, Problem, Solution, solve
+from fxpar.sharding.search.memory_constraints import Entry, entries
+from fxpar.sharding.search.search_space import (
+    EdgeEnd,
+    Node,
+    Pool,
+    allowed,
+    specs_of_shape,
+)
+from fxpar.sharding.shift_messages import messages_of
+from fxpar.sharding.solver import Edge, Live, Problem, Solution, solve
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
-
-aten = torch.ops.aten
-
-# In place of a spec's number: each op exchanges rows by itself.
-_UNGROUPED = -1
-
-
-@dataclass(frozen=True)
-class ExchangeGroup:
-    """Is a group of ops that may exchange rows at once."""
-
-    ops: tuple[int, ...]  # indices of the ops
-    value: int  # the value that slices read, or that gradients are added up to
-    sums: tuple[int, ...] = ()  # ops in between that add up gradients
-
-
-def groups_of(program: Program) -> Iterator[ExchangeGroup]:
-    """Yield slices of one tensor, and gradients that are added up, of as many rows
-    each."""
-    slices: dict[tuple[int, RowMoves], list[int]] = defaultdict(list)
-    for op in program.ops:
-        moves = _only_moves(op)
-        if moves is not None and row_moves.sliced_at(moves) is not None:
-            slices[op.operands[0], row_moves.slice_at(moves, 0)].append(op.index)
-    for (value, _), ops in slices.items():
-        if len(ops) > 1:
-            yield ExchangeGroup(tuple(ops), value)
-    inner = {op.index for op in program.ops if _is_sum(op) and _sum_of(program, op)}
-    for op in program.ops:
-        if _is_sum(op) and op.index not in inner:
-            yield from _gradients(program, op)
-
-
-def _only_moves(op: Op) -> RowMoves | None:
-    return op.rule.moves[0] if len(op.rule.moves) == 1 else None
-
-
-def _is_sum(op: Op) -> bool:
-    """Return whether an op adds two tensors of one shape."""
-    if op.target is not aten.add.Tensor or op.node.kwargs:
-        return False
-    return len(op.operands) == 2 and len(set(op.rule.tensors)) == 1
-
-
-def _sum_of(program: Program, op: Op) -> Op | None:
-    """Return the sum that is the only reader of an op's result, None if there is
-    none."""
-    (v,) = op.results
-    if len(program.uses[v]) != 1 or v in program.returned:
-        return None
-    reader = program.ops[program.uses[v][0][0]]
-    return reader if _is_sum(reader) else None
-
-
-def _gradients(program: Program, root: Op) -> Iterator[ExchangeGroup]:
-    """Yield groups of ops that put rows into zeros and whose results one tree of sums
-    adds up."""
-    puts: dict[RowMoves, list[int]] = defaultdict(list)
-    sums, todo = [root.index], [root]
-    while todo:
-        for v in todo.pop().operands:
-            if v not in program.producers:
-                continue
-            op = program.ops[program.producers[v][0]]
-            if len(op.results) != 1 or _sum_of(program, op) is None:
-                continue
-            if _is_sum(op):
-                sums.append(op.index)
-                todo.append(op)
-            elif _is_put_into_zeros(op):
-                puts[row_moves.put_from(op.rule.moves[0], 0)].append(op.index)
-    for ops in puts.values():
-        if len(ops) > 1:
-            yield ExchangeGroup(tuple(ops), root.results[0], tuple(sums))
-
-
-def _is_put_into_zeros(op: Op) -> bool:
-    moves = _only_moves(op)
-    if moves is None or row_moves.put_at(moves) is None:
-        return False
-    zeros = op.node.args[0]
-    is_full = getattr(zeros, "target", None) is aten.full.default
-    return bool(is_full and zeros.args[1] == 0)
-
-
-def price_together(build: ProblemBuilder, nodes: Sequence[int]) -> None:
-    """Let groups of ops pay for rows they exchange at once. ``nodes``: the node of each
-    op."""
-    for group in groups_of(build.program):
-        paid = [_paid(build, index, nodes[index]) for index in group.ops]
-        shared = _shared(build, group, paid)
-        if shared:
-            _add(build, group, paid, shared, nodes)
-
-
-@dataclass(frozen=True)
-class _Paid:
-    """Holds the price of rows that an op exchanges by itself, by strategy."""
-
-    seconds: np.ndarray  # (K,) seconds
-    specs: np.ndarray  # (K,) number of the spec of what it slices or puts rows into
-    # (exchange, bytes of a row) where one is needed that may be shared, else None.
-    exchanges: tuple[tuple[Exchange, float] | None, ...]
-
-
-def _paid(build: ProblemBuilder, index: int, node: int) -> _Paid:
-    op, options = build.program.ops[index], build.nodes[node]
-    seconds = np.zeros(len(options.specs))
-    exchanges: list[tuple[Exchange, float] | None] = [None] * len(seconds)
-    for k, strategy in enumerate(options.strategies):
-        for pair in shift_messages.exchanges(op, strategy, build.mesh):
-            seconds[k] = row_moves.seconds(pair[0], build.mesh, pair[1])
-            if seconds[k] and row_moves.sharing_key(pair[0]) is not None:
-                exchanges[k] = pair
-    share = build.op_share(index)
-    return _Paid(seconds * share, options.specs[:, 0], tuple(exchanges))
-
-
-def _shared(
-    build: ProblemBuilder, group: ExchangeGroup, paid: Sequence[_Paid]
-) -> dict[int, float]:
-    """Return spec -> seconds of one exchange for all, where that takes less."""
-    pairs_of: dict[int, list[tuple[Exchange, float]]] = defaultdict(list)
-    for op in paid:
-        for spec, pair in zip(op.specs.tolist(), op.exchanges, strict=True):
-            if pair is not None:
-                pairs_of[spec].append(pair)
-    shared = {}
-    for spec, pairs in pairs_of.items():
-        exchanges, row = [exchange for exchange, _ in pairs], pairs[0][1]
-        if (
-            len(pairs) > len(group.ops)
-            or len(set(map(row_moves.sharing_key, exchanges))) > 1
-        ):
-            continue  # strategies that differ elsewhere
-        window = row_moves.window_of(exchanges)
-        if len(pairs) > 1 and row_moves.is_faster(window, exchanges, build.mesh, row):
-            seconds = row_moves.seconds(window, build.mesh, row)
-            shared[spec] = seconds * build.op_share(group.ops[0])
-    return shared
-
-
-def _add(
-    build: ProblemBuilder,
-    group: ExchangeGroup,
-    paid: Sequence[_Paid],
-    shared: Mapping[int, float],
-    nodes: Sequence[int],
-) -> None:
-    specs = np.array([_UNGROUPED, *shared])
-    costs = np.array([0.0, *shared.values()])
-    together = build.node("exchange", group.value, specs[:, None], costs)
-
-    def edge(a: int, b: int, table: np.ndarray) -> None:
-        key = ("exchange", table.shape, table.tobytes())
-        build.connect(a, b, key, lambda: table)
-
-    for index, op in zip(group.ops, paid, strict=True):
-        node, may = nodes[index], np.isin(op.specs, specs)
-        build.costs[node] = np.maximum(build.costs[node] - op.seconds * may, 0.0)
-        pays = (specs[:, None] != op.specs[None, :]) & may
-        edge(together, node, np.where(pays, op.seconds, 0.0))
-    for index in group.sums:
-        own = build.nodes[nodes[index]].specs
-        same = (own[None, :, :] == specs[:, None, None]).all(axis=2)
-        may = same | (specs == _UNGROUPED)[:, None]
-        edge(together, nodes[index], np.where(may, 0.0, np.inf))
 
 
 @dataclass
@@ -235,7 +71,6 @@ class Formulation:
     settling: Mapping[int, tuple[int, int]]
     kernels: ProgramKernels  # bytes and flops of ops, and when they run
     hardware: Hardware
-    entries: Sequence[Entry] = ()  # values that occupy memory, and when
     memory_entries: tuple[Entry, ...] = ()  # of each row of the problem's memory
     parts: PartProgram | None = None  # set if the program is one part of a batch
     # By node of an op, seconds by strategy of adding to sums over parts; its costs
@@ -275,79 +110,445 @@ class Formulation:
         return tuple(kinds[i] == "input" or j not in awaited for i, j, _ in edges)
 
 
-def formulate(
-    program: Program,
-    mesh: Mesh,
-    hardware: Hardware,
-    facts: FixedFacts,
-    limit: float | None = None,
-) -> Formulation:
-    """Return the problem of a program, or of one part of its batch if that is cut.
-    ``mesh`` carries the hardware's links; ``limit``: bytes of a rank."""
-    program = facts.parts.program if facts.parts is not None else program
-    build = ProblemBuilder(program, mesh, hardware, facts)
-    ops = build.op_nodes()
-    price_together(build, ops)
-    makers: dict[int, EdgeEnd] = {}
-    for op in program.ops:
-        for r, v in enumerate(op.results):
-            makers[v] = EdgeEnd(ops[op.index], len(op.operands) + r)
-    _inputs(build, makers)
-    readers: list[list[tuple[int, EdgeEnd]]] = [[] for _ in program.values]
-    for op in program.ops:
-        phase = int(op.index in build.backward)
-        for i, v in enumerate(op.operands):
-            readers[v].append((phase, EdgeEnd(ops[op.index], i)))
-    _outputs(build, makers, readers)
-    _constants(build, makers)
-    _values(build, makers, readers)
-    live = entries(program, build.kernels, build.backward, build.gathered_twice)
-    if facts.parts is not None:
-        live = facts.parts.held(live)
-    memory = _memory(build, live, makers, readers)
-    problem = Problem(
-        tuple(build.costs),
-        tuple(build.edges),
-        tuple(build.tables),
-        tuple(row for _, row in memory),
-        limit,
-        None,
-    )
-    return Formulation(
-        program,
-        mesh,
-        problem,
-        tuple(build.nodes),
-        tuple(build.pool.specs),
-        build.settling,
-        build.kernels,
-        hardware,
-        live,
-        tuple(entry for entry, _ in memory),
-        facts.parts,
-        build.adding,
-    )
+@dataclass(frozen=True)
+class FixedFacts:
+    """Holds facts that no choice changes."""
+
+    # By value, the hints that its specs have to agree with.
+    seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
+    keep_gathered: bool = False  # whether the backward gathers no parameter again
+    parts: PartProgram | None = None  # set if one part of a cut batch is priced
 
 
-def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
-    """Add a node per input: its spec at rest, or any its hint allows. Tangents are left
-    to ``_outputs``."""
-    program = build.program
-    tangents = {
-        i for i, k in program.signature.tangents if program.outputs[k] is not None
-    }
-    for k, (declared, v) in enumerate(
-        zip(program.signature.inputs, program.inputs, strict=True)
-    ):
-        if v is None or k in tangents:
-            continue
-        if declared.at_rest is not None:
-            specs = [declared.at_rest]
+class ProblemBuilder:
+    """Collects nodes, the variables of the problem, then the edges between them, tables
+    of seconds; equal edges share a table."""
+
+    def __init__(
+        self, program: Program, mesh: Mesh, hardware: Hardware, facts: FixedFacts
+    ) -> None:
+        self.program, self.mesh, self.hardware = program, mesh, hardware
+        self.facts = facts
+        self.backward = program.backward
+        self.pool = Pool()
+        self.nodes: list[Node] = []
+        self.costs: list[np.ndarray] = []
+        # By node of an op, the part of its costs for adding to sums over parts.
+        self.adding: dict[int, np.ndarray] = {}
+        self.edges: list[Edge] = []
+        self.tables: list[np.ndarray] = []
+        self.table_of: dict[Any, int] = {}
+        self.columns: dict[Any, tuple[tuple[Strategy, ...], np.ndarray]] = {}
+        self.matrices: dict[Any, np.ndarray] = {}
+        self.prices: dict[Any, np.ndarray] = {}
+        # By value, what makes it; its readers, each with its phase; its nodes.
+        self.makers: dict[int, EdgeEnd] = {}
+        self.readers: list[list[tuple[int, EdgeEnd]]] = [[] for _ in program.values]
+        self.settling: dict[int, tuple[int, int]] = {}
+        self.resting: dict[int, EdgeEnd] = {}  # gradients
+        # Values that forward and backward each gather for themselves.
+        self.gathered_twice: set[int] = set()
+        if not facts.keep_gathered:
+            self.gathered_twice = gathered_again(program)
+        if facts.parts is None:
+            self.kernels = kernels_of(program, self.gathered_twice)
         else:
-            specs = build.allowed(v, build.specs_of_shape(v))
-            if declared.splits:
-                specs = _most_split(specs, program.values[v].shape, build.mesh)
-        makers[v] = EdgeEnd(build.node("input", k, build.pool.numbers(specs)), 0)
+            self.kernels = facts.parts.kernels(self.gathered_twice)
+        self._ops()
+        self._inputs()
+        self._outputs()
+        self._constants()
+        self._values()
+
+    def node(
+        self,
+        kind: str,
+        of: int,
+        specs: np.ndarray,
+        costs: np.ndarray | None = None,
+        strategies: tuple[Strategy, ...] = (),
+        copies: np.ndarray | None = None,
+    ) -> int:
+        self.nodes.append(Node(kind, of, specs, strategies, copies))
+        self.costs.append(np.zeros(len(specs)) if costs is None else costs)
+        return len(self.nodes) - 1
+
+    def _ops(self) -> None:
+        """Add a node per op: its strategies."""
+        for op in self.program.ops:
+            key = (op.rule,)
+            if key not in self.columns:
+                by_specs = search_space.strategies_by_specs(op.rule, self.mesh)
+                rows = [[self.pool.number(s) for s in specs] for specs in by_specs]
+                numbers = np.array(rows).reshape(len(rows), -1)
+                self.columns[key] = tuple(by_specs.values()), numbers
+            options, numbers = self.columns[key]
+            seconds = self._seconds(op.index)
+            adding = self._adding(op, numbers)
+            if adding is not None:
+                seconds = seconds + adding
+                self.adding[len(self.nodes)] = adding
+            node = self.node("op", op.index, numbers, seconds, options)
+            phase, ends = int(op.index in self.backward), len(op.operands)
+            for i, v in enumerate(op.operands):
+                self.readers[v].append((phase, EdgeEnd(node, i)))
+            for r, v in enumerate(op.results):
+                self.makers[v] = EdgeEnd(node, ends + r)
+
+    def _adding(self, op: Op, numbers: np.ndarray) -> np.ndarray | None:
+        """Return the seconds of adding an op's results of one part to the sums over
+        parts, under each of its strategies; None where nothing is added."""
+        parts = self.facts.parts
+        if parts is None or op.index not in parts.added:
+            return None
+        seconds = np.zeros(len(numbers))
+        for position, nbytes in parts.added[op.index]:
+            column = numbers[:, len(op.operands) + position]
+            distinct, each = np.unique(column, return_inverse=True)
+            axes = (self.pool.specs[n].sharded_axes for n in distinct)
+            sizes = (nbytes / self.mesh.count(split) for split in axes)
+            seconds += np.array([self.hardware.fused(n, {}) for n in sizes])[each]
+        return seconds * parts.paid
+
+    def _seconds(self, index: int) -> np.ndarray:
+        """Return the seconds of an op under each of its strategies; equal ops share one
+        array."""
+        op, work = self.program.ops[index], self.kernels.works[index]
+        part = self.op_share(index)
+        target = op.target if work.flops else None  # says which dims its product has
+        messages = messages_of(op) if op.rule.sends else None
+        key = (target, op.rule, work, messages, part)
+        if key not in self.prices:
+            options = search_space.strategies(op.rule, self.mesh)
+            self.prices[key] = np.array(
+                [
+                    part
+                    * program_kernels.seconds(
+                        op, work, strategy, self.mesh, self.hardware
+                    )
+                    for strategy in options
+                ]
+            )
+        return self.prices[key]
+
+    def specs_of_shape(self, v: int) -> list[Spec]:
+        """Return every spec of a value with nothing partial, in each order of axes."""
+        return specs_of_shape(self.program.values[v].shape, self.mesh)
+
+    def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
+        """Return the specs that keep to the hints on a value; if none does, any that
+        do. Raises HintError if hints on the value contradict each other."""
+        seeds = self.facts.seeds.get(v, ())
+        return allowed(self.program.values[v], seeds, specs, self.mesh)
+
+    def like(self, v: int) -> tuple[Any, ...]:
+        """Return a key of everything that prices of resharding a value depend on."""
+        value = self.program.values[v]
+        sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
+        return sizes, value.nbytes, self.share(v)
+
+    def op_share(self, index: int) -> float:
+        """Return how many times an op's seconds are paid."""
+        return self.facts.parts.op_share(index) if self.facts.parts else 1.0
+
+    def share(self, v: int) -> float:
+        """Return how many times the seconds of resharding a value are paid."""
+        return self.facts.parts.value_share(v) if self.facts.parts else 1.0
+
+    def _column(self, end: EdgeEnd) -> np.ndarray:
+        """Return the numbers of the specs at an end of an edge."""
+        return self.nodes[end.node].specs[:, end.column]
+
+    def met(self, v: int, ends: Sequence[EdgeEnd]) -> np.ndarray:
+        """Return (K, 1): the specs that a value has at ends of edges, each once, as far
+        as hints allow them."""
+        numbers = dict.fromkeys(itertools.chain(*map(self._column, ends)))
+        return self.pool.numbers(self.allowed(v, (self.pool.specs[n] for n in numbers)))
+
+    def edge(
+        self, v: int, a: EdgeEnd, b: EdgeEnd, also: np.ndarray | None = None
+    ) -> None:
+        """Add an edge that reshards ``v`` from the specs of node ``a`` to those of
+        ``b``. ``also``: specs in which the value is held too; if there is one only,
+        resharding may start there."""
+        have, need = self._column(a), self._column(b)
+        alone = self.alone(v, a, b)
+        in_kernel = self.kernels.base[v] not in self.kernels.written
+        there = None if also is None or len(also) > 1 else also.item()
+        times = self.share(v) * self._times(v, b)
+        ends = have.tobytes(), need.tobytes()
+        key = (*ends, self.like(v), alone, in_kernel, there, times)
+
+        def priced() -> np.ndarray:
+            table = self.between(v, have, need, alone)
+            if there is not None:
+                at_once = self.between(v, np.array([there]), need, alone)
+                table = np.minimum(table, at_once)
+            if in_kernel:
+                table = table + self.in_memory(v, have, need) * (table > 0)
+            return table * times
+
+        self.connect(a.node, b.node, key, priced)
+
+    def connect(self, a: int, b: int, key: Any, make: Callable[[], np.ndarray]) -> None:
+        """Add an edge with the table of a key, which is made once."""
+        if key not in self.table_of:
+            self.table_of[key] = len(self.tables)
+            self.tables.append(make())
+        self.edges.append(Edge(a, b, self.table_of[key]))
+
+    def _times(self, v: int, reader: EdgeEnd) -> int:
+        """Return how many times a value is resharded for a reader: twice if a
+        checkpointed region is computed again. ``gathered_twice`` has parameters."""
+        if v not in self.program.producers or v in self.gathered_twice:
+            return 1
+        node = self.nodes[reader.node]
+        index = node.of if node.kind == "op" else self.program.producers[v][0]
+        is_twice = NEVER not in self.kernels.runs[index]
+        return 1 + (is_twice and tag(self.program.ops[index].node) is True)
+
+    def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
+        """Return whether copies of a value before and after its collectives are kernels
+        of their own: no light op makes it, or reads it."""
+        kernels, kind = self.kernels, self.nodes[b.node].kind
+        light_maker = self.nodes[a.node].kind == "op" and kernels.is_made_by_light_op(v)
+        read = kind in ("value", "copy") and kernels.read_by_light[v]
+        if kind == "op":
+            read = kernels.is_read_by_light(self.nodes[b.node].of)
+        return not light_maker, not read
+
+    def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
+        """Return the seconds that a collective adds by splitting the kernel around it:
+        a value that one kernel would never write is written, and read again by
+        another."""
+        value, on = self.program.values[v], self.hardware
+        before, after = (
+            [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
+            for pool, numbers in ((self.pool.specs, have), (self.pool.specs, need))
+        )
+        return on.launch + on.streaming(np.add.outer(before, after))
+
+    def between(
+        self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE
+    ) -> np.ndarray:
+        """Return the seconds (K, L) from each of a value's specs ``have`` to each of
+        ``need``."""
+        value, pool = self.program.values[v], self.pool.specs
+        sources, i = np.unique(have, return_inverse=True)
+        targets, j = np.unique(need, return_inverse=True)
+        key = (
+            sources.tobytes(),
+            targets.tobytes(),
+            value.shape,
+            value.dtype.itemsize,
+            alone,
+        )
+        if key not in self.matrices:
+            self.matrices[key] = all_pairs.matrix(
+                [pool[n] for n in sources],
+                [pool[n] for n in targets],
+                self.mesh,
+                value.shape,
+                value.dtype.itemsize,
+                alone,
+            )
+        return self.matrices[key][i][:, j]
+
+    def same(self, a: EdgeEnd, b: EdgeEnd) -> None:
+        """Add an edge that allows equal specs only."""
+        have = self._column(a)
+        need = self._column(b)
+        differ = np.where(have[:, None] == need[None, :], 0.0, np.inf)
+        key = ("same", have.tobytes(), need.tobytes())
+        self.connect(a.node, b.node, key, lambda: differ)
+
+    def _inputs(self) -> None:
+        """Add a node per input: its spec at rest, or any its hint allows. Tangents are
+        left to ``_outputs``."""
+        program = self.program
+        tangents = {
+            i for i, k in program.signature.tangents if program.outputs[k] is not None
+        }
+        pairs = zip(program.signature.inputs, program.inputs, strict=True)
+        for k, (declared, v) in enumerate(pairs):
+            if v is None or k in tangents:
+                continue
+            if declared.at_rest is not None:
+                specs = [declared.at_rest]
+            else:
+                specs = self.allowed(v, self.specs_of_shape(v))
+                if declared.splits:
+                    specs = _most_split(specs, program.values[v].shape, self.mesh)
+            self.makers[v] = EdgeEnd(self.node("input", k, self.pool.numbers(specs)), 0)
+
+    def _outputs(self) -> None:
+        """Add a node per output: the specs it may have. Gradients follow parameters of
+        open layout, tangents their outputs."""
+        program = self.program
+        end_of: dict[int, EdgeEnd] = {}
+        pairs = zip(program.signature.outputs, program.outputs, strict=True)
+        for k, (out, v) in enumerate(pairs):
+            if v is None:
+                continue
+            leader = _leader(program, out, v)
+            if leader is None:
+                numbers = self.pool.numbers(self._rest_specs(out, v))
+            else:
+                numbers = self.nodes[self.makers[leader].node].specs
+            end_of[k] = EdgeEnd(self.node("output", k, numbers), 0)
+            if out.kind == "gradient":
+                self.resting[v] = end_of[k]
+            self.readers[v].append((int(out.kind == "gradient"), end_of[k]))
+            if leader is not None:
+                self.same(self.makers[leader], end_of[k])
+        for i, k in program.signature.tangents:
+            tangent = program.inputs[i]
+            if tangent is not None and k in end_of:
+                numbers = self.nodes[end_of[k].node].specs
+                self.makers[tangent] = EdgeEnd(self.node("input", i, numbers), 0)
+                self.same(end_of[k], self.makers[tangent])
+
+    def _rest_specs(self, out: Output, v: int) -> list[Spec]:
+        shape = self.program.values[v].shape
+        if out.at_rest is not None:
+            return [out.at_rest]
+        if out.layout == "whole":
+            return [Spec.whole(len(shape))]
+        specs, is_open = self.specs_of_shape(v), out.layout == "open"
+        return [s for s in specs if is_open or s.is_even(self.mesh, shape)]
+
+    def _constants(self) -> None:
+        """Add a node per tensor of the graph itself, whole everywhere."""
+        for value in self.program.values:
+            if value.index not in self.makers:
+                whole = [Spec.whole(len(value.shape))]
+                node = self.node("constant", value.index, self.pool.numbers(whole))
+                self.makers[value.index] = EdgeEnd(node, 0)
+
+    def _values(self) -> None:
+        """Add edges from maker to reader, by way of a node where there are several
+        readers or a hint to keep."""
+        for v, readers in enumerate(self.readers):
+            maker = self.makers[v]
+            node = self.nodes[maker.node]
+            free = node.kind == "input" and len(node.specs) > 1
+            hinted = v in self.facts.seeds and not free
+            if len(readers) == 1 and not hinted:
+                self.edge(v, maker, readers[0][1])
+                continue
+            if not readers:
+                continue
+            phases = ([0], [1]) if v in self.gathered_twice else ([0, 1],)
+            settled: dict[int, int] = {}
+            for phase in phases:
+                ends = [end for p, end in readers if p in phase]
+                if ends:
+                    settled |= dict.fromkeys(phase, self._settle(v, maker, ends))
+            forward = settled.get(0, settled.get(1, -1))
+            self.settling[v] = forward, settled.get(1, forward)
+
+    def _settle(self, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]) -> int:
+        have = self._column(maker)
+        specs = self.met(v, (maker, *ends))
+        inputs, source = self.program.signature.inputs, self.nodes[maker.node]
+        is_input = len(have) > 1 and source.kind == "input"
+        if is_input and inputs[source.of].kind == "parameter":
+            node = self._settle_or_copy(v, maker, specs)
+        else:
+            copies = specs[:, 0] != have[0] if len(have) == 1 else None
+            node = self.node("value", v, specs, copies=copies)
+            self.edge(v, maker, EdgeEnd(node, 0))
+        if v in self.facts.seeds and len(ends) > 1:
+            self._copied(v, node, ends)
+            return node
+        for end in ends:
+            self.edge(v, EdgeEnd(node, 0), end)
+        return node
+
+    def _copied(self, v: int, settled: int, ends: Sequence[EdgeEnd]) -> None:
+        """Send a value that a hint lays out once to all that read it in other specs:
+        add a node for the spec of the copy, next to the node of the spec it settles
+        in."""
+        need = (self._column(end) for end in ends)
+        have = self.nodes[settled].specs[:, 0]
+        specs = np.array(list(dict.fromkeys(itertools.chain(have, *need))))[:, None]
+        copy = self.node("copy", v, specs)
+        self.edge(v, EdgeEnd(settled, 0), EdgeEnd(copy, 0))
+        for end in ends:
+            self.edge(v, EdgeEnd(copy, 0), end, also=have)
+
+    def _settle_or_copy(self, v: int, maker: EdgeEnd, specs: np.ndarray) -> int:
+        """Add the node of a parameter whose layout the plan chooses: it has each spec
+        twice, as the layout, and as a copy of another layout, which takes memory of its
+        own."""
+        have = self._column(maker)
+        resting = specs[np.isin(specs[:, 0], have)]
+        copies = np.arange(len(resting) + len(specs)) >= len(resting)
+        node = self.node("value", v, np.concatenate([resting, specs]), copies=copies)
+        need = self.nodes[node].specs[:, 0]
+        key = ("copy", have.tobytes(), need.tobytes(), self.like(v))
+
+        def priced() -> np.ndarray:
+            table = self.between(v, have, need) * self.share(v)
+            return np.where((have[:, None] == need[None, :]) == copies, np.inf, table)
+
+        self.connect(maker.node, node, key, priced)
+        return node
+
+    def memory(self) -> list[tuple[Entry, Live]]:
+        """Return rows of memory, one per entry and the node that decides its spec,
+        without those that are zero under all strategies."""
+        live = entries(self.program, self.kernels, self.backward, self.gathered_twice)
+        if self.facts.parts is not None:
+            live = self.facts.parts.held(live)
+        pool, out = self.pool.specs, []
+        share = np.array([self.mesh.largest_share(s.sharded_axes) for s in pool])
+        partial = np.array([bool(spec.partial) for spec in pool])
+        for entry in live:
+            for end, counts in self._deciding(entry, partial):
+                column = self._column(end)
+                usage = entry.nbytes * share[column]
+                if counts is not None:
+                    usage = np.where(counts, usage, 0.0)
+                if usage.any():
+                    row = Live(end.node, entry.begin, entry.end, usage)
+                    out.append((entry, row))
+        return out
+
+    def _deciding(
+        self, entry: Entry, partial: np.ndarray
+    ) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
+        """Yield the node that decides an entry's spec; which of its strategies count,
+        None for all. ``partial``: whether each spec of the pool is partial."""
+        v, nodes = entry.value, self.nodes
+        maker, settled = self.makers[v], self.settling.get(v)
+        if entry.kind == "made":
+            if settled is not None:
+                yield maker, partial[nodes[maker.node].specs[:, maker.column]]
+        elif entry.kind == "accumulated":
+            yield maker, None
+        elif entry.kind == "gradient":
+            if v in self.resting:
+                yield self.resting[v], None
+        elif entry.kind == "gathered" and nodes[maker.node].kind == "input":
+            yield from self._copy(entry)
+        elif settled is not None and nodes[maker.node].kind != "input":
+            yield EdgeEnd(settled[entry.phase], 0), None
+        elif entry.kind != "gathered":
+            yield maker, None
+
+    def _copy(self, entry: Entry) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
+        """Yield, for a copy of an input, where it settles or is read in another spec
+        than at rest."""
+        v, nodes = entry.value, self.nodes
+        if v in self.settling:
+            node = self.settling[v][entry.phase]
+            yield EdgeEnd(node, 0), nodes[node].copies
+        elif len(self.readers[v]) == 1:
+            specs = nodes[self.makers[v].node].specs[:, 0]
+            ((_, reader),) = self.readers[v]
+            if len(specs) == 1:
+                yield reader, nodes[reader.node].specs[:, reader.column] != specs[0]
 
 
 def _most_split(specs: Sequence[Spec], shape: Sequence[int], mesh: Mesh) -> list[Spec]:
@@ -360,39 +561,6 @@ def _most_split(specs: Sequence[Spec], shape: Sequence[int], mesh: Mesh) -> list
     return list(compress(even, [size == min(sizes) for size in sizes]))
 
 
-def _outputs(
-    build: ProblemBuilder,
-    makers: dict[int, EdgeEnd],
-    readers: list[list[tuple[int, EdgeEnd]]],
-) -> None:
-    """Add a node per output: the specs it may have. Gradients follow parameters of open
-    layout, tangents their outputs."""
-    program = build.program
-    end_of: dict[int, EdgeEnd] = {}
-    for k, (out, v) in enumerate(
-        zip(program.signature.outputs, program.outputs, strict=True)
-    ):
-        if v is None:
-            continue
-        leader = _leader(program, out, v)
-        if leader is None:
-            numbers = build.pool.numbers(_rest_specs(build, out, v))
-        else:
-            numbers = build.nodes[makers[leader].node].specs
-        end_of[k] = EdgeEnd(build.node("output", k, numbers), 0)
-        if out.kind == "gradient":
-            build.resting[v] = end_of[k]
-        readers[v].append((int(out.kind == "gradient"), end_of[k]))
-        if leader is not None:
-            build.same(makers[leader], end_of[k])
-    for i, k in program.signature.tangents:
-        tangent = program.inputs[i]
-        if tangent is not None and k in end_of:
-            numbers = build.nodes[end_of[k].node].specs
-            makers[tangent] = EdgeEnd(build.node("input", i, numbers), 0)
-            build.same(end_of[k], makers[tangent])
-
-
 def _leader(program: Program, out: Output, v: int) -> int | None:
     """Return the input whose layout an output takes, for gradients and mutations of
     open layout; else None."""
@@ -402,138 +570,43 @@ def _leader(program: Program, out: Output, v: int) -> int | None:
     return source if source != v else None
 
 
-def _rest_specs(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
-    whole = Spec.whole(len(build.program.values[v].shape))
-    if out.at_rest is not None:
-        return [out.at_rest]
-    if out.layout == "open":
-        return build.specs_of_shape(v)
-    if out.layout == "even":
-        shape = build.program.values[v].shape
-        return [s for s in build.specs_of_shape(v) if s.is_even(build.mesh, shape)]
-    return [whole]
-
-
-def _constants(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
-    """Add a node per tensor of the graph itself, whole everywhere."""
-    for value in build.program.values:
-        if value.index not in makers:
-            whole = [Spec.whole(len(value.shape))]
-            node = build.node("constant", value.index, build.pool.numbers(whole))
-            makers[value.index] = EdgeEnd(node, 0)
-
-
-def _values(
-    build: ProblemBuilder,
-    makers: dict[int, EdgeEnd],
-    readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
-) -> None:
-    """Add edges from maker to reader, by way of a node where there are several readers
-    or a hint to keep."""
-    program = build.program
-    for value in program.values:
-        v, value_readers, maker = value.index, readers[value.index], makers[value.index]
-        free = build.nodes[maker.node].kind == "input" and not is_fixed(build, maker)
-        hinted = v in build.facts.seeds and not free
-        if len(value_readers) == 1 and not hinted:
-            build.edge(v, maker, value_readers[0][1])
-            continue
-        if not value_readers:
-            continue
-        phases = ([0], [1]) if v in build.gathered_twice else ([0, 1],)
-        settled: dict[int, int] = {}
-        for phase in phases:
-            phase_readers = [end for p, end in value_readers if p in phase]
-            if phase_readers:
-                settled |= dict.fromkeys(phase, _settle(build, v, maker, phase_readers))
-        forward = settled.get(0, settled.get(1, -1))
-        build.settling[v] = forward, settled.get(1, forward)
-
-
-def is_fixed(build: ProblemBuilder, end: EdgeEnd) -> bool:
-    """Return whether a node has one spec only."""
-    return len(build.nodes[end.node].specs) == 1
-
-
-def _is_parameter(build: ProblemBuilder, end: EdgeEnd) -> bool:
-    node = build.nodes[end.node]
-    inputs = build.program.signature.inputs
-    return node.kind == "input" and inputs[node.of].kind == "parameter"
-
-
-def _settle(
-    build: ProblemBuilder, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]
-) -> int:
-    have = build.nodes[maker.node].specs[:, maker.column]
-    specs = build.met(v, (maker, *ends))
-    if len(have) > 1 and _is_parameter(build, maker):
-        node = _settle_or_copy(build, v, maker, specs)
-    else:
-        copies = specs[:, 0] != have[0] if len(have) == 1 else None
-        node = build.node("value", v, specs, copies=copies)
-        build.edge(v, maker, EdgeEnd(node, 0))
-    if v in build.facts.seeds and len(ends) > 1:
-        _copied(build, v, node, ends)
-        return node
-    for end in ends:
-        build.edge(v, EdgeEnd(node, 0), end)
-    return node
-
-
-def _copied(
-    build: ProblemBuilder, v: int, settled: int, ends: Sequence[EdgeEnd]
-) -> None:
-    """Send a value that a hint lays out once to all that read it in other specs: add a
-    node for the spec of the copy, next to the node of the spec it settles in."""
-    need = (build.nodes[end.node].specs[:, end.column] for end in ends)
-    have = build.nodes[settled].specs[:, 0]
-    specs = np.array(list(dict.fromkeys(itertools.chain(have, *need))))[:, None]
-    copy = build.node("copy", v, specs)
-    build.edge(v, EdgeEnd(settled, 0), EdgeEnd(copy, 0))
-    for end in ends:
-        build.edge(v, EdgeEnd(copy, 0), end, also=have)
-
-
-def _settle_or_copy(
-    build: ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
-) -> int:
-    """Add the node of a parameter whose layout the plan chooses: it has each spec
-    twice, as the layout, and as a copy of another layout, which takes memory of its
-    own."""
-    have = build.nodes[maker.node].specs[:, maker.column]
-    resting = specs[np.isin(specs[:, 0], have)]
-    copies = np.arange(len(resting) + len(specs)) >= len(resting)
-    node = build.node("value", v, np.concatenate([resting, specs]), copies=copies)
-    need = build.nodes[node].specs[:, 0]
-    key = ("copy", have.tobytes(), need.tobytes(), build.like(v))
-
-    def priced() -> np.ndarray:
-        table = build.between(v, have, need) * build.share(v)
-        return np.where((have[:, None] == need[None, :]) == copies, np.inf, table)
-
-    build.connect(maker.node, node, key, priced)
-    return node
-
-
-def _memory(
-    build: ProblemBuilder,
-    live: Sequence[Entry],
-    makers: dict[int, EdgeEnd],
-    readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
-) -> list[tuple[Entry, Live]]:
-    """Return rows of memory, one per entry and the node that decides its spec."""
-    lone = {
-        v: uses[0][1]
-        for v, uses in enumerate(readers)
-        if len(uses) == 1 and v not in build.settling
-    }
-    places = Places(build.nodes, makers, build.settling, lone, build.resting)
-    return rows(live, places, build.pool.specs, build.mesh)
+def formulate(
+    program: Program,
+    mesh: Mesh,
+    hardware: Hardware,
+    facts: FixedFacts,
+    limit: float | None = None,
+) -> Formulation:
+    """Return the problem of a program, or of one part of its batch if that is cut.
+    ``mesh`` carries the hardware's links; ``limit``: bytes of a rank."""
+    program = facts.parts.program if facts.parts is not None else program
+    build = ProblemBuilder(program, mesh, hardware, facts)
+    memory = build.memory()
+    problem = Problem(
+        tuple(build.costs),
+        tuple(build.edges),
+        tuple(build.tables),
+        tuple(row for _, row in memory),
+        limit,
+    )
+    return Formulation(
+        program,
+        mesh,
+        problem,
+        tuple(build.nodes),
+        tuple(build.pool.specs),
+        build.settling,
+        build.kernels,
+        hardware,
+        tuple(entry for entry, _ in memory),
+        facts.parts,
+        build.adding,
+    )
 
 
 def decode(
     formulation: Formulation, choice: Sequence[int]
-) -> tuple[list[Strategy], list[Spec]]:
+) -> tuple[tuple[Strategy, ...], tuple[Spec, ...]]:
     """Return the strategy per op, and the spec each value settles in, of a choice."""
     program, nodes = formulation.program, formulation.nodes
     strategies = [Strategy(op.rule.pinned) for op in program.ops]
@@ -566,7 +639,7 @@ def decode(
             if spec.partial:
                 spec = need.get(value.index, spec)
         final.append(spec)
-    return strategies, final
+    return tuple(strategies), tuple(final)
 
 
 def cost_of(

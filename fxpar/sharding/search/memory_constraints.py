@@ -1,8 +1,7 @@
-"""Counts memory over time for the search: which value occupies it from when to when,
-and the bytes of each under each strategy of a node, as the solver takes them.
+"""Counts memory over time for the search: which value occupies it from when to when.
 
-In: a Program and its kernels; which node decides the layout of each version of a value.
-Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
+In: a Program and its kernels. Out: entries (value, which version of it, from which op
+to which), of which ``formulate`` makes ``solver.Live``.
 Time counts ops, and an op's result lives from when its kernel runs: a forward op may be
 traced among those of the backward. Parameters live throughout, and with them the
 optimizer's state; a gradient lives from the op that makes it to the end. A parameter
@@ -19,17 +18,11 @@ Never: counts what the optimizer needs while it steps, or workspaces of librarie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
 from fxpar.sharding.cost.program_kernels import NEVER, ProgramKernels
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
-from fxpar.sharding.search.search_space import EdgeEnd, Node
-from fxpar.sharding.solver import Live
-from fxpar.sharding.spec import Spec
 
 # The optimizer is not known when a step is compiled. This assumes Adam as in
 # torch.optim: so many tensors for each trained parameter, of its shape and dtype.
@@ -190,73 +183,3 @@ def _results(
                 again = kernels.runs[op.index][1]
                 out.append(Entry(v, "passing", again, max(again, last) + 1, size))
     return out
-
-
-@dataclass(frozen=True)
-class Places:
-    """Says which node decides the spec of each version of a value."""
-
-    nodes: Sequence[Node]  # all nodes of the problem
-    makers: Mapping[int, EdgeEnd]  # the node that makes each value, or its input
-    # The nodes in which a value settles, in the forward and in the backward.
-    settling: Mapping[int, tuple[int, int]]
-    readers: Mapping[int, EdgeEnd]  # the only reader of each value that does not settle
-    # The output node of each gradient, which decides its layout at the end.
-    gradients: Mapping[int, EdgeEnd]
-
-
-def rows(
-    live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
-) -> list[tuple[Entry, Live]]:
-    """Return the memory row of each entry, without those that are zero under all
-    strategies."""
-    share = np.array([mesh.largest_share(spec.sharded_axes) for spec in pool])
-    partial = np.array([bool(spec.partial) for spec in pool])
-    out = []
-    for entry in live:
-        for end, counts in _ends(entry, places, partial):
-            column = places.nodes[end.node].specs[:, end.column]
-            usage = entry.nbytes * share[column]
-            if counts is not None:
-                usage = np.where(counts, usage, 0.0)
-            if usage.any():
-                row = Live(end.node, entry.begin, entry.end, usage)
-                out.append((entry, row))
-    return out
-
-
-def _ends(
-    entry: Entry, places: Places, partial: np.ndarray
-) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
-    """Yield the node that decides an entry's spec; which of its strategies count, None
-    for all."""
-    v, nodes = entry.value, places.nodes
-    maker, settled = places.makers[v], places.settling.get(v)
-    if entry.kind == "made":
-        if settled is not None:
-            yield maker, partial[nodes[maker.node].specs[:, maker.column]]
-    elif entry.kind == "accumulated":
-        yield maker, None
-    elif entry.kind == "gradient":
-        if v in places.gradients:
-            yield places.gradients[v], None
-    elif entry.kind == "gathered" and nodes[maker.node].kind == "input":
-        yield from _copy(entry, places)
-    elif settled is not None and nodes[maker.node].kind != "input":
-        yield EdgeEnd(settled[entry.phase], 0), None
-    elif entry.kind != "gathered":
-        yield maker, None
-
-
-def _copy(entry: Entry, places: Places) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
-    """Yield, for a copy of an input, where it settles or is read in another spec than
-    at rest."""
-    v, nodes = entry.value, places.nodes
-    if v in places.settling:
-        node = places.settling[v][entry.phase]
-        yield EdgeEnd(node, 0), nodes[node].copies
-    elif v in places.readers:
-        specs = nodes[places.makers[v].node].specs[:, 0]
-        reader = places.readers[v]
-        if len(specs) == 1:
-            yield reader, nodes[reader.node].specs[:, reader.column] != specs[0]

@@ -12,6 +12,14 @@ stay at the places that read them; those that are whole at rest ("whole") are se
 all places; those split along the axis ("split") are gathered at the stage that reads
 them, and split again.
 
+``cut_chain`` cuts by dynamic programming on seconds and bytes. A pipeline of ``m``
+microbatches takes the sum of its stages' seconds and ``m - 1`` times the slowest (Alpa,
+arXiv 2201.12023, equation 2); sending overlaps with compute, and counts as the slowest
+where it takes longer. A stage that holds few microbatches may wait for one of them to
+come back, messages included. The slowest stage is first made as fast as possible; then,
+for some slower limits, the cuts across which least is sent are tried. A stage that
+needs more memory than its place has is not allowed.
+
 ``estimate_stages`` needs no search, and gives searches their order: the arithmetic,
 shared by all ranks; the wait of the pipeline; and the least exchange of ranks that
 split the weights of a stage. Ranks of a stage split weights as far as memory asks (a
@@ -26,7 +34,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +42,6 @@ import numpy as np
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cut_stages import Held, StageMemory, cut_chain, of_places
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
@@ -48,6 +55,189 @@ from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Solution
 
 MESSAGE = 4 << 20
+
+
+# -- cuts -----------------------------------------------------------------------------
+
+# The most positions at which a cut is tried.
+MOST = 192
+# Factors by which the slowest stage may be slower than necessary, to send less.
+_SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
+
+
+# Bytes, and the ops of the chain that need them in memory.
+Held = tuple[float, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Holds the memory that ops of a chain need on a rank, by which stages are
+    judged."""
+
+    # By stage, the bytes that its place has for it.
+    room: tuple[float, ...]
+    # By stage, the microbatches whose activations it holds at a time.
+    in_flight: tuple[float, ...]
+    # Held throughout a step.
+    throughout: Sequence[Held]
+    # Held for one microbatch, until its backward.
+    saved: Sequence[Held]
+    # By op, the bytes that live only while it runs, or while its backward does.
+    passing: Sequence[float]
+    # Bytes that every place holds in addition; ``room`` does not include them.
+    every: float = 0.0
+
+    def bytes_of(self, ends: np.ndarray) -> list[np.ndarray]:
+        """Return for each stage an array [i, j] of the bytes that it holds if it is
+        made of the ops from ``ends[i]`` to ``ends[j]``."""
+        throughout, saved = (_held(x, ends) for x in (self.throughout, self.saved))
+        peak = np.zeros((len(ends), len(ends)))
+        for i, begin in enumerate(ends[:-1].tolist()):
+            runs = np.maximum.accumulate(self.passing[begin : ends[-1]])
+            peak[i, i + 1 :] = runs[ends[i + 1 :] - begin - 1]
+        return [throughout + flying * saved + peak for flying in self.in_flight]
+
+
+def of_places(
+    memory: StageMemory, cuts: Sequence[int], places: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the bytes that each place holds. ``places``: of each stage; ``cuts``: as
+    ``cut_chain`` returns them."""
+    nbytes = memory.bytes_of(np.array([0, *cuts, len(memory.passing)]))
+    sums = [memory.every] * (max(places) + 1)
+    for stage, place in enumerate(places):
+        sums[place] += float(nbytes[stage][stage, stage + 1])
+    return tuple(sums)
+
+
+def _held(items: Sequence[Held], ends: np.ndarray) -> np.ndarray:
+    """Return an array [i, j] of the bytes of the items that a stage from ``ends[i]`` to
+    ``ends[j]`` needs: each item once, where one of its ops is in the stage."""
+    changes = np.zeros((len(ends) + 1, len(ends) + 1))
+    for nbytes, ops in items:
+        at = np.searchsorted(ends, sorted(set(ops)), side="right")
+        for begin, end in itertools.pairwise([0, *at.tolist()]):
+            changes[begin, end] += nbytes
+            changes[end, end] -= nbytes
+    return changes.cumsum(0).cumsum(1)[:-1, :-1]
+
+
+def cut_chain(
+    seconds: Sequence[float],
+    crossing: Sequence[float],
+    stages: int,
+    microbatches: int,
+    pins: Mapping[int, int] | None = None,
+    memory: StageMemory | None = None,
+    speeds: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """Return where each stage but the first begins, as ``stages - 1`` growing
+    positions; an empty tuple if no cut is possible.
+
+    ``seconds``: of each op, of one microbatch; ``crossing``: seconds of sending if a
+    stage begins at an op, infinite where none may; at least ``stages - 1`` are finite.
+    ``pins``: op -> its stage. ``memory``: memory of the ops and room of the stages
+    (Alpa, section 5.2). ``speeds``: of each stage, relative; empty: all equal.
+    """
+    assert 1 <= stages <= len(seconds), "a stage has an op"
+    places = np.array(_candidates(crossing, stages, bool(pins)))
+    begins = [_may_begin(places, stage, pins or {}) for stage in range(stages)]
+    before = np.concatenate(([0.0], np.cumsum(seconds)))
+    sent = np.array([0.0, *(crossing[p] for p in places[1:-1].tolist()), 0.0])
+    # [i, j]: seconds of a stage from place i to place j.
+    work = before[places][None, :] - before[places][:, None]
+    work[np.tril_indices(len(places))] = np.inf
+    pace = speeds or (1.0,) * stages
+    works = [
+        np.where(begin[:, None], work / speed, np.inf)
+        for begin, speed in zip(begins, pace, strict=True)
+    ]
+    if memory is not None:
+        pairs = zip(works, memory.bytes_of(places), memory.room, strict=True)
+        works = [np.where(nbytes <= room, x, np.inf) for x, nbytes, room in pairs]
+    least = _slowest(works)
+    if not math.isfinite(least):
+        return ()
+    best, best_ends = np.inf, list[int]()
+    for slack in _SLACK:
+        bound = least * slack * (1 + 1e-9)
+        ends = _cheapest([np.where(x <= bound, sent, np.inf) for x in works])
+        stage_seconds = [
+            float(x[i, j])
+            for x, (i, j) in zip(works, itertools.pairwise(ends), strict=True)
+        ]
+        slowest, crossed = max(stage_seconds), [float(sent[i]) for i in ends]
+        cycle = max(slowest, *crossed, *_rounds(stage_seconds, max(crossed), memory))
+        total = sum(crossed) + (microbatches - 1) * cycle + slowest
+        if total < best:
+            best, best_ends = total, ends
+    return tuple(int(places[i]) for i in best_ends[1:-1])
+
+
+def _rounds(
+    stage_seconds: Sequence[float], sending: float, memory: StageMemory | None
+) -> Iterator[float]:
+    """Yield for each stage the seconds from one microbatch to the next if it waits for
+    the microbatches that it holds: one goes to the last stage and comes back before
+    another is taken."""
+    if memory is None:
+        return
+    for stage, flying in enumerate(memory.in_flight):
+        there_and_back = sum(stage_seconds[stage:]) + sending * (
+            len(stage_seconds) - 1 - stage
+        )
+        yield there_and_back / max(flying, 1.0)
+
+
+def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.ndarray:
+    """Return whether a stage may begin at each place."""
+    if stage == 0:
+        return places == 0
+    first = 1 + max((i for i, at in pins.items() if at < stage), default=-1)
+    last = min((i for i, at in pins.items() if at >= stage), default=places[-1])
+    return (places >= first) & (places <= last)
+
+
+def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int]:
+    """Return both ends, and the places between at which least is sent, or ``every``
+    place."""
+    inner = [i for i in range(1, len(crossing)) if math.isfinite(crossing[i])]
+    order = sorted(inner, key=lambda i: crossing[i])
+    most = len(order) if every else max(MOST, 2 * stages)
+    if len(order) > most:
+        least = [i for i in order if crossing[i] <= crossing[order[stages]]]
+        if len(least) > most:
+            order = [least[k * len(least) // most] for k in range(most)]
+        else:
+            rest = order[len(least) :]
+            room = most - len(least)
+            step = max(1, len(rest) // max(room, 1))
+            order = least + sorted(rest)[::step][:room]
+    return [0, *sorted(order), len(crossing)]
+
+
+def _slowest(works: Sequence[np.ndarray]) -> float:
+    """Return the least seconds that the slowest stage can take."""
+    reach = works[0][0]
+    for work in works[1:]:
+        reach = np.maximum(reach[:, None], work).min(axis=0)
+    return float(reach[-1])
+
+
+def _cheapest(costs: Sequence[np.ndarray]) -> list[int]:
+    """Return the places where stages begin and end that have the least sum of costs."""
+    reach, came = costs[0][0], []
+    for cost in costs[1:]:
+        sums = reach[:, None] + cost
+        came.append(sums.argmin(axis=0))
+        reach = sums.min(axis=0)
+    ends = [len(reach) - 1]
+    for source in reversed(came):
+        ends.append(int(source[ends[-1]]))
+    return [0, *reversed(ends)]
+
+
+# -- prices ---------------------------------------------------------------------------
 
 
 def stage_memory(
@@ -105,38 +295,27 @@ def exchange_seconds(
     inputs that are whole or split along the axis of stages, and results."""
     parts, program = result.formulation.parts, chain.program
     assert parts is not None, "the batch is cut"
-    count = max(places) + 1
+    settled, count = result.settled, max(places) + 1
     sent, received, messages = ([0.0] * count for _ in range(3))
 
-    def size(v: int) -> float:
-        axes = result.settled[v].sharded_axes
-        return parts.whole.values[v].nbytes / result.mesh.count(axes)
-
-    def broadcast(nbytes: float, source: int) -> None:
-        sent[source] += nbytes
+    def move(v: int, at: int, kind: str) -> None:
+        """Add a value that goes from one place to all ("whole"), a part of it to each
+        ("split"), or that comes there from all ("gathered")."""
+        axes = settled[v].sharded_axes
+        nbytes = parts.whole.values[v].nbytes / result.mesh.count(axes)
+        each = nbytes if kind == "whole" else nbytes / count
+        one, others = (received, sent) if kind == "gathered" else (sent, received)
+        one[at] += nbytes if kind == "whole" else nbytes * (count - 1) / count
         for place in range(count):
-            received[place] += nbytes if place != source else 0.0
-            messages[place] += nbytes / MESSAGE
-
-    def deal(nbytes: float, source: int) -> None:
-        sent[source] += nbytes * (count - 1) / count
-        for place in range(count):
-            received[place] += nbytes / count if place != source else 0.0
-            messages[place] += nbytes / MESSAGE
-
-    def put_together(nbytes: float, target: int) -> None:
-        received[target] += nbytes * (count - 1) / count
-        for place in range(count):
-            sent[place] += nbytes / count if place != target else 0.0
-            messages[place] += nbytes / count / MESSAGE
+            others[place] += each if place != at else 0.0
+            messages[place] += (each if kind == "gathered" else nbytes) / MESSAGE
 
     for v, along in layouts_to_send(chain, parts.along_stages).items():
-        source = places[bisect_right(cuts, chain.place_of(v))]
-        (deal if along == "split" else broadcast)(size(v), source)
+        move(v, places[bisect_right(cuts, chain.place_of(v))], along)
     for weight, along in parts.along_stages.items():
         if along == "split" and weight not in program.producers:
             for stage in {bisect_right(cuts, at) for at in chain.readers(weight)}:
-                put_together(size(weight), places[stage])
+                move(weight, places[stage], "gathered")
     link = collectives.between_two(link)
     fixed = link.latency + link.overhead
     return [
@@ -369,7 +548,9 @@ def price_stages(
     forward = list(map(operator.add, forward, losses))
     backward = list(map(operator.add, backward, losses)) if trains else backward
     exchanges = exchange_seconds(result, chain, cuts, places, link)
-    update = sum(cost.update) * _updated_share(parts)
+    # A place computes its part, if parameters are split along the axis at rest.
+    is_split = "split" in parts.along_stages.values()
+    update = sum(cost.update) * (1 / parts.places if is_split else 1.0)
     once = [
         seconds + exchange + update / speed
         for seconds, exchange, speed in zip(
@@ -398,13 +579,6 @@ def price_stages(
         of_places(memory, cuts, places),
         tuple(form.program.ops[chain.ops[i]].name for i in cuts),
     )
-
-
-def _updated_share(parts: PartProgram) -> float:
-    """Return the share of the update that a place computes: its part, if parameters are
-    split at rest along the axis of stages."""
-    is_split = "split" in parts.along_stages.values()
-    return 1 / parts.places if is_split else 1.0
 
 
 def least_staged(

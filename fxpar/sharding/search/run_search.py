@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -35,8 +36,13 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.formulate import Formulation, cost_of, decode, formulate
-from fxpar.sharding.search.problem_builder import FixedFacts
+from fxpar.sharding.search.formulate import (
+    FixedFacts,
+    Formulation,
+    cost_of,
+    decode,
+    formulate,
+)
 from fxpar.sharding.search.too_large import nothing_fits
 from fxpar.sharding.solver import (
     Infeasible,
@@ -46,13 +52,10 @@ from fxpar.sharding.solver import (
     solve,
     work_clock,
 )
-from fxpar.sharding.solver.problem import peak, tie
-from fxpar.sharding.solver.solve import EXACT
+from fxpar.sharding.solver.problem import peak
+from fxpar.sharding.solver.solve import EXACT, solve_tied
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
-
-# Kinds of nodes of which a value may have several.
-_SEVERAL = ("copy", "exchange")
 
 
 def repeated(program: Program, backward: Collection[int]) -> list[int]:
@@ -72,59 +75,45 @@ def repeated(program: Program, backward: Collection[int]) -> list[int]:
 def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
     """Return for each node of a problem the node it is tied to, given the ties of
     ops."""
-    program = formulation.program
+    program, nodes = formulation.program, formulation.nodes
     value = _values(program, tied)
-    index: dict[tuple[str, int, int], int] = {}
-    nth: dict[int, int] = {}  # node -> which of its kind it is of its value
-    count: Counter[tuple[str, int]] = Counter()
-    for i, node in enumerate(formulation.nodes):
-        if node.kind in _SEVERAL:
-            nth[i] = count[node.kind, node.of]
-            count[node.kind, node.of] += 1
-            index[node.kind, node.of, nth[i]] = i
-        elif node.kind != "value":
-            index[node.kind, node.of, 0] = i
-    for v, (forward, backward) in formulation.settling.items():
-        index["value", v, forward] = index["settled", v, 0] = forward
-        index["settled", v, 1] = backward
     inputs = {v: k for k, v in enumerate(program.inputs) if v is not None}
     outputs = {v: k for k, v in enumerate(program.outputs) if v is not None}
-    out = list(range(len(formulation.nodes)))
-    for i, node in enumerate(formulation.nodes):
-        to: int | None = None
-        if node.kind == "op":
-            to = index["op", tied[node.of], 0]
-        elif node.kind == "value":
-            phase = int(formulation.settling[node.of][0] != i)
-            to = index.get(("settled", value.get(node.of, node.of), phase))
-        elif node.kind in _SEVERAL:
-            to = index.get((node.kind, value.get(node.of, node.of), nth[i]))
-        elif node.kind == "input":
-            k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
-            to = index.get(("input", k, 0))
-        elif node.kind == "output":
-            k = outputs.get(value.get(program.outputs[node.of], -1), node.of)
-            to = index.get(("output", k, 0))
-        if to is not None and np.array_equal(formulation.nodes[to].specs, node.specs):
-            out[i] = to
+    others: dict[str, Callable[[int], int]] = {
+        "op": tied.__getitem__,
+        "value": lambda v: value.get(v, v),
+        "copy": lambda v: value.get(v, v),
+        "input": lambda k: inputs.get(value.get(program.inputs[k], -1), k),
+        "output": lambda k: outputs.get(value.get(program.outputs[k], -1), k),
+        "constant": lambda v: v,
+    }
+    index: dict[tuple[str, int, int], int] = {}
+    nth: list[int] = []  # by node, which it is of those of its kind and value
+    count: Counter[tuple[str, int]] = Counter()
+    for i, node in enumerate(nodes):
+        nth.append(count[node.kind, node.of])
+        count[node.kind, node.of] += 1
+        index[node.kind, node.of, nth[i]] = i
+    for v, (_, backward) in formulation.settling.items():
+        index["value", v, 1] = backward
+    out = []
+    for i, node in enumerate(nodes):
+        to = index.get((node.kind, others[node.kind](node.of), nth[i]), i)
+        out.append(to if np.array_equal(nodes[to].specs, node.specs) else i)
     return _heads(out)
 
 
 def _heads(to: Sequence[int]) -> tuple[int, ...]:
     """Return for each node the least one it is tied to through others. A parameter of
     the first layer and one of the last, where the backward begins, name each other."""
-    heads = list(range(len(to)))
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def find(i: int) -> int:
-        while heads[i] != i:
-            heads[i] = heads[heads[i]]
-            i = heads[i]
-        return i
-
-    for i, t in enumerate(to):
-        a, b = find(i), find(t)
-        heads[max(a, b)] = min(a, b)
-    return tuple(find(i) for i in range(len(heads)))
+    ends = (np.arange(len(to)), np.array(to, int))
+    pairs = coo_array((np.ones(len(to)), ends), shape=(len(to), len(to)))
+    _, label = connected_components(pairs, directed=False)
+    _, first = np.unique(label, return_index=True)
+    return tuple(first[label].tolist())
 
 
 def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:
@@ -185,16 +174,10 @@ class SearchOptions:
         return self.hardware.memory if self.memory is None else self.memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SearchResult:
     """Holds the chosen plan, and the problem it solves."""
 
-    # Strategy of each op.
-    strategies: tuple[Strategy, ...]
-    # Spec of each value.
-    settled: tuple[Spec, ...]
-    # The mesh, with its links.
-    mesh: Mesh
     # The problem.
     formulation: Formulation
     # The choice, its cost and bound.
@@ -202,6 +185,25 @@ class SearchResult:
     built: float  # seconds that formulating took
     rivals: float = math.inf  # seconds of a step that no other such mesh can beat
     first: Solution | None = None  # of the search, where ranking took another
+
+    @cached_property
+    def _decoded(self) -> tuple[tuple[Strategy, ...], tuple[Spec, ...]]:
+        return decode(self.formulation, self.solution.choice)
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Return the strategy of each op."""
+        return self._decoded[0]
+
+    @property
+    def settled(self) -> tuple[Spec, ...]:
+        """Return the spec that each value settles in."""
+        return self._decoded[1]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh, with its links."""
+        return self.formulation.mesh
 
     @property
     def predicted(self) -> float:
@@ -222,10 +224,8 @@ class SearchResult:
 
     def with_bound(self, bound: float) -> SearchResult:
         """Return the result with a higher bound on a step, proved elsewhere."""
-        cost = self.solution.cost
-        bound = min(bound - self.formulation.launches, cost)
-        gap = (cost - bound) / abs(cost) if cost > bound else 0.0
-        return replace(self, solution=replace(self.solution, bound=bound, gap=gap))
+        bound = min(bound - self.formulation.launches, self.solution.cost)
+        return replace(self, solution=replace(self.solution, bound=bound))
 
     @property
     def is_proved(self) -> bool:
@@ -294,10 +294,7 @@ def search(
         )
     except Infeasible as error:
         raise _too_large(error, formulation) from None
-    strategies, settled = decode(formulation, solution.choice)
-    return SearchResult(
-        tuple(strategies), tuple(settled), mesh, formulation, solution, built
-    )
+    return SearchResult(formulation, solution, built)
 
 
 def begun_from(
@@ -321,22 +318,14 @@ def begun_from(
         return result
     problem, first_solution = result.formulation.problem, result.solution
     solution = solve(problem, work_clock.left(end), start=start, tolerance=_CLOSE)
-    bound = max(first_solution.bound, solution.bound)
     solution = replace(
         solution,
-        bound=bound,
-        gap=max(solution.cost - bound, 0.0) / abs(solution.cost),
+        bound=max(first_solution.bound, solution.bound),
         seconds=first_solution.seconds + time.perf_counter() - begun,
         notes=first_solution.notes + solution.notes,
         stopped=first_solution.stopped or solution.stopped,
     )
-    strategies, settled = decode(result.formulation, solution.choice)
-    return replace(
-        result,
-        strategies=tuple(strategies),
-        settled=tuple(settled),
-        solution=solution,
-    )
+    return replace(result, solution=solution)
 
 
 # Problems with at most this many strategies count as small.
@@ -353,15 +342,19 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
     """Solve the problem without its limit, which is easier; with it, if that plan does
     not fit. Together they take about the seconds asked for at most, and end when a
     bound is ``enough``."""
+    free = replace(problem, limit=None)
     if options.equal_layers:
-        return _fitting_tied(problem, options.seconds)
+        solution = solve_tied(free, options.seconds, _ROUGH)
+        if problem.limit is None or solution.peak <= problem.limit:
+            return solution
+        limited = solve_tied(problem, options.seconds, _ROUGH)
+        return replace(limited, unlimited=solution.cost)
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = options.tolerance if many else EXACT
     end = work_clock.now() + options.seconds
     if problem.limit is None:
         return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_over_limit(problem, options.seconds / 10)):
-        free = replace(problem, limit=None)
         share = _FIRST if many else 0.5  # a glance has said that it is likely to fit
         seconds = share * work_clock.left(end)
         solution = solve(free, seconds, tolerance=tolerance, enough=enough)
@@ -378,33 +371,10 @@ def _is_over_limit(problem: Problem, seconds: float) -> bool:
     differ between layers."""
     assert problem.limit is not None
     try:
-        return _solved_tied(replace(problem, limit=None), seconds).peak > problem.limit
+        free = replace(problem, limit=None)
+        return solve_tied(free, seconds, _ROUGH).peak > problem.limit
     except Infeasible:
         return False
-
-
-def _fitting_tied(problem: Problem, seconds: float) -> Solution:
-    """Return an equal choice in all repeated layers: without the limit, if that
-    fits."""
-    solution = _solved_tied(replace(problem, limit=None), seconds)
-    if problem.limit is None or solution.peak <= problem.limit:
-        return solution
-    return replace(_solved_tied(problem, seconds), unlimited=solution.cost)
-
-
-def _solved_tied(problem: Problem, seconds: float) -> Solution:
-    """Return a choice that is equal in all repeated layers; nothing is proved of
-    others. Raises Infeasible if none such is found."""
-    once, to = tie(problem)
-    try:
-        glance = solve(once, seconds=seconds, tolerance=_ROUGH)
-    except Infeasible as error:
-        if error.choice is not None:
-            error.choice = tuple(error.choice[k] for k in to)
-        raise
-    choice = tuple(glance.choice[k] for k in to)
-    cost, peak = evaluate(problem, choice)
-    return replace(glance, choice=choice, cost=cost, bound=0.0, gap=1.0, peak=peak)
 
 
 def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
@@ -445,7 +415,7 @@ def rivals(result: SearchResult, options: SearchOptions) -> list[SearchResult]:
     overlaps: those that are best with hidden communication at a discount."""
     discounts = (_SHARE,) if is_large(result) else DISCOUNTS
     choices = cheaper(result, discounts, min(1.0, options.seconds / 10))
-    cheap = [_with_first(result, choice) for choice in choices]
+    cheap = [with_choice(result, choice) for choice in choices]
     closest = nearest([result, *cheap], lambda x: x)
     return [x for x in cheap if x in closest]
 
@@ -462,11 +432,7 @@ def priced_as(
         return None
     if limit is not None and solution.peak > limit:
         return None
-    return _with_first(result, solution.choice)
-
-
-def _with_first(result: SearchResult, choice: Sequence[int]) -> SearchResult:
-    return replace(with_choice(result, choice), first=result.solution)
+    return with_choice(result, solution.choice)
 
 
 def is_large(result: SearchResult) -> bool:
@@ -514,16 +480,10 @@ def _hidden_seconds(result: SearchResult) -> float:
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
-    """Return the result as if the search had taken this choice of its problem."""
-    strategies, settled = decode(result.formulation, choice)
+    """Return the result of ranking that took this choice of the problem."""
     cost, peak = evaluate(result.formulation.problem, choice)
-    gap = max(0.0, (cost - result.solution.bound) / abs(cost)) if cost else 0.0
-    solution = replace(
-        result.solution, choice=tuple(choice), cost=cost, peak=peak, gap=gap
-    )
-    return replace(
-        result, strategies=tuple(strategies), settled=tuple(settled), solution=solution
-    )
+    solution = replace(result.solution, choice=tuple(choice), cost=cost, peak=peak)
+    return replace(result, solution=solution, first=result.solution)
 
 
 def cheaper(

@@ -38,9 +38,8 @@ from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 class Node:
     """Is a variable of the problem."""
 
-    # "op", "input", "constant", "output", "value", "copy" (the spec in which readers
-    # get a value that a hint lays out), or "exchange" (the spec in which ops share an
-    # exchange of rows).
+    # "op", "input", "constant", "output", "value", or "copy" (the spec in which readers
+    # get a value that a hint lays out).
     kind: str
     of: int  # index of the op, input, output, or value
     # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
@@ -97,7 +96,10 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
     options = [_parts(rule, mesh, axis) for axis in axes]
     for parts in itertools.product(*options):
         for strategy in _strategies(dict(zip(axes, parts, strict=True)), mesh):
-            if not _can_shard(rule, strategy, mesh):
+            splits = strategy.factors
+            if not all(can_split(rule.size[f], mesh, own) for f, own in splits):
+                continue
+            if not fits(rule, strategy.axes_of, mesh):
                 continue
             tensors = specs(rule, strategy)
             if all(len(spec.kinds) < 2 for spec in tensors):
@@ -145,14 +147,6 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
         if factors not in splits:
             splits.add(factors)
             yield Strategy(factors, passes)
-
-
-def _can_shard(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Return whether every tensor can be sharded by the strategy."""
-    axes_of = strategy.axes_of
-    if not all(can_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
-        return False
-    return fits(rule, axes_of, mesh)
 
 
 def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:

@@ -58,7 +58,8 @@ def least_held(
     whole at rest are not shared."""
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
-        sizes = [_of_part(entry, part) for entry in live]
+        cut, count = part.cut.dims, part.count
+        sizes = [x.sized(x.nbytes // count) if cut[x.value] else x for x in live]
         floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
         live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
     whole_at_rest = {
@@ -75,13 +76,6 @@ def least_held(
         changes[entry.end] -= share
     at = int(changes.cumsum().argmax())
     return [pair for pair in held if pair[0].begin <= at < pair[0].end]
-
-
-def _of_part(entry: Entry, part: PartProgram) -> Entry:
-    """Return an entry at the size of one part of the batch."""
-    if not part.cut.dims[entry.value]:
-        return entry
-    return entry.sized(entry.nbytes // part.count)
 
 
 # Name in a plan's memory of each kind of entry, in the order of the message.

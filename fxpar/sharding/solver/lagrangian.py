@@ -28,7 +28,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
     """Return unary costs plus the price of each strategy's usage."""
     work_clock.did(_PRICE * len(flat.usage))
     total = np.append(0.0, np.cumsum(prices))
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    owner = flat.holder
     price = total[flat.end] - total[flat.begin]
     size = flat.size[owner]
     entry = np.repeat(np.arange(len(owner)), size)
@@ -258,18 +259,13 @@ class Excess(NamedTuple):
 
 def without_costs(flat: Flat) -> Flat:
     """Return the same Flat in which all that is allowed is free."""
-    pool, low, high = (
+    free = copy(flat)
+    free.pool, free.low, free.high = (
         np.where(np.isinf(part), np.inf, 0.0)
         for part in (flat.pool, flat.low, flat.high)
     )
-    return replace(
-        flat,
-        unary=np.zeros_like(flat.unary),
-        pool=pool,
-        low=low,
-        high=high,
-        constant=0.0,
-    )
+    free.unary, free.constant = np.zeros_like(flat.unary), 0.0
+    return free
 
 
 def least_excess(flat: Flat, deadline: float) -> Excess:

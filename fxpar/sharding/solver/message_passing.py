@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.network import Flat, build, cost_of, flatten
+from fxpar.sharding.solver.network import Flat, build, cost_of
 from fxpar.sharding.solver.problem import Edge, Problem
 
 
@@ -34,46 +34,16 @@ class Messages:
         constant."""
         from fxpar.sharding.solver import numba_loops
 
-        f = self.flat
-        work_clock.did(rounds * f.sweep_seconds)
-        bound = numba_loops.sweep(
-            f.size,
-            f.at,
-            unary,
-            f.first,
-            f.other,
-            f.table,
-            f.pair,
-            f.message,
-            f.pool,
-            f.rows,
-            f.low,
-            f.high,
-            self.values,
-            self.choice,
-            self.excess,
-            rounds,
-        )
-        return float(bound)
+        work_clock.did(rounds * self.flat.sweep_seconds)
+        written = self.values, self.choice, self.excess
+        return float(numba_loops.sweep(self.flat.arrays, unary, *written, rounds))
 
-    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> int:
-        """Improve a choice in place by single moves; return how many there were."""
+    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> None:
+        """Improve a choice in place by single moves."""
         from fxpar.sharding.solver import numba_loops
 
-        f = self.flat
-        work_clock.did(f.look_seconds)
-        return numba_loops.descend(
-            f.size,
-            f.at,
-            unary,
-            f.first,
-            f.other,
-            f.table,
-            f.pair,
-            f.pool,
-            choice,
-            rounds,
-        )
+        work_clock.did(self.flat.look_seconds)
+        numba_loops.descend(self.flat.arrays, unary, choice, rounds)
 
 
 def converge(
@@ -143,7 +113,7 @@ def pass_messages(
 def warm() -> None:
     """Load the kernels, compiling them if this machine has not yet."""
     network = build(Problem((np.zeros(1), np.zeros(1)), (Edge(0, 1, 0),), (np.eye(1),)))
-    flat = flatten(network)
+    flat = Flat(network)
     state = start(flat)
     state.sweep(flat.unary, 1)
     state.descend(flat.unary, state.choice)

@@ -31,7 +31,7 @@ class MilpSolution(NamedTuple):
 
 def variables(flat: Flat) -> int:
     """Return how many variables the program would have, at most."""
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    owner = flat.owner
     pairs = int((flat.size[owner] * flat.size[flat.other]).sum()) // 2
     return int(flat.size.sum()) + pairs
 
@@ -122,7 +122,7 @@ def _memory_rows(flat: Flat, rows: np.ndarray):
     """Return (rows, strategies) a sparse matrix of usages at some rows."""
     from scipy import sparse
 
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    owner = flat.holder
     row, column, value = [], [], []
     for at, r in enumerate(rows):
         for m in np.flatnonzero((flat.begin <= r) & (r < flat.end)):

@@ -20,7 +20,6 @@ from fxpar.sharding.solver.network import (
     Tables,
     cost_of,
     fits,
-    flatten,
     usage_of,
 )
 from fxpar.sharding.solver.problem import Infeasible
@@ -153,7 +152,7 @@ def solve_window(
         reduce(net, deadline)
     except Infeasible:
         return None, True
-    core = flatten(net)
+    core = Flat(net)
     magnitude = max(abs(cost_of(flat, choice) - flat.constant), 1e-300)
     if not math.isfinite(magnitude):
         magnitude = 1.0 + float(np.abs(core.unary).max(initial=0))
@@ -253,7 +252,7 @@ def _keep(
 def variables_of(flat: Flat, keep: np.ndarray) -> np.ndarray:
     """Return (nodes,) each node's share of an integer program's variables, where the
     mask ``keep`` leaves each node some strategies."""
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    owner = flat.owner
     size = np.add.reduceat(keep.astype(np.int64), flat.at[:-1])
     pairs = size[owner] * size[flat.other]
     return size + np.bincount(owner, pairs, len(size)) / 2
@@ -293,7 +292,7 @@ def _living(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarra
     there."""
     if not len(flat.room):
         return _ball(flat, choice, weight, target, random)
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    owner = flat.holder
     free = flat.room - usage_of(flat, choice)
     tight = np.argsort(free + random.exponential(0.05, len(free)) * flat.room.max())
     row = int(tight[0])

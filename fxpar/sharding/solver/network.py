@@ -5,7 +5,7 @@ integer program read.
 In: a Problem. Out: a Network without self edges, parallel edges, or strategies that no
 choice can use; its memory in rows that matter. Changes keep the least cost and are
 written on a trail, by which a choice of the Network becomes one of the Problem.
-``flatten`` makes a Flat of what is left of a Network. Never: looks for a choice itself.
+A Flat is made of what is left of a Network. Never: looks for a choice itself.
 """
 
 from __future__ import annotations
@@ -257,42 +257,112 @@ def _forbid(array: np.ndarray) -> np.ndarray:
 _CELL, _ENTRY, _LOOK, _FLATTEN = 8e-10, 4e-9, 6e-9, 3.5e-6
 
 
-@dataclass(frozen=True)
 class Flat:
-    """Holds a network of n nodes and its memory rows, as arrays."""
+    """Holds the n nodes alive of a Network, and the memory rows that can exceed their
+    room, as arrays."""
 
-    nodes: np.ndarray  # (n,) numbers of the nodes in the Network, ascending
-    size: np.ndarray  # (n,) number of strategies of each node
-    at: np.ndarray  # (n + 1,) where the strategies of each node begin in ``unary``
-    unary: np.ndarray  # cost of each strategy of each node
-    # (n + 1,) where the entries of each node begin; an edge is an entry at either end.
-    first: np.ndarray
-    other: np.ndarray  # by entry, the node at the other end
-    table: np.ndarray  # by entry, where in ``pool`` its (K_i, K_j) table begins
-    pair: np.ndarray  # by entry, the entry of the edge's other end
-    message: np.ndarray  # by entry, where its K_i numbers are among all messages
-    messages: int  # length of such an array
-    pool: np.ndarray  # all tables, one after the other
-    # By entry, where the least and largest of each row of its table are in ``low`` and
-    # ``high``.
-    rows: np.ndarray
-    low: np.ndarray  # least entries of rows
-    high: np.ndarray  # largest entries of rows
-    live: np.ndarray  # (n + 1,) first usage of each node in the next three arrays
-    begin: np.ndarray  # by usage, the first memory row that is occupied
-    end: np.ndarray  # by usage, the row after the last
-    use: np.ndarray  # by usage, where in ``usage`` its strategies begin
-    usage: np.ndarray  # by strategy, the memory occupied
-    room: np.ndarray  # by memory row, the most that it may hold
-    when: np.ndarray  # by memory row, the Problem's time that it begins at, ascending
-    constant: float  # the cost that every choice pays
-    slack: float  # usage above ``room`` that counts as rounding
+    def __init__(self, net: Network) -> None:
+        nodes = sorted(net.alive)
+        work_clock.did(_FLATTEN * (len(nodes) + sum(len(net.adj[i]) for i in nodes)))
+        # (n,) numbers of the nodes in the Network, ascending.
+        self.nodes = np.array(nodes, np.int64)
+        # (n,) number of strategies of each node.
+        self.size = np.array([net.size(i) for i in nodes], np.int64)
+        # (n + 1,) where the strategies of each node begin in ``unary``.
+        self.at = np.append(0, np.cumsum(self.size)).astype(np.int64)
+        # Cost of each strategy of each node.
+        self.unary = np.concatenate([net.unary[i] for i in nodes] or [np.zeros(0)])
+        self.constant = net.constant  # the cost that every choice pays
+        self.slack = net.slack  # usage above ``room`` that counts as rounding
+        self._lay_edges(net, nodes)
+        self._lay_memory(net, [_summed_by_range(net.rows[i]) for i in nodes])
+
+    def _lay_edges(self, net: Network, nodes: Sequence[int]) -> None:
+        place = {i: k for k, i in enumerate(nodes)}
+        offsets: dict[int, tuple[int, int]] = {}
+        parts, total, height = [], 0, 0
+        first, other, table, rows = [0], [], [], []
+        for i in nodes:
+            for j in sorted(net.adj[i]):
+                array = net.adj[i][j]
+                if id(array) not in offsets:
+                    offsets[id(array)] = total, height
+                    parts.append(array)
+                    total, height = total + array.size, height + len(array)
+                other.append(place[j])
+                table.append(offsets[id(array)][0])
+                rows.append(offsets[id(array)][1])
+            first.append(len(other))
+        none = [np.zeros(0)]
+        # (n + 1,) where the entries of each node begin; an edge is an entry at either
+        # end.
+        self.first = np.array(first, np.int64)
+        # By entry, the node that it is of, and the one at the other end.
+        self.owner = np.repeat(np.arange(len(nodes)), np.diff(self.first))
+        self.other = np.array(other, np.int64)
+        # By entry, where in ``pool`` its (K_i, K_j) table begins.
+        self.table = np.array(table, np.int64)
+        # All tables, one after the other.
+        self.pool = np.concatenate([array.ravel() for array in parts] or none)
+        # By entry, where the least and largest of each row of its table are in ``low``
+        # and ``high``.
+        self.rows = np.array(rows, np.int64)
+        self.low = np.concatenate([array.min(1) for array in parts] or none)
+        self.high = np.concatenate([array.max(1) for array in parts] or none)
+        ends = zip(self.owner.tolist(), other, strict=True)
+        entry = {pair: e for e, pair in enumerate(ends)}
+        # By entry, the entry of the edge's other end.
+        self.pair = np.array([entry[j, i] for i, j in entry], np.int64)
+        message = np.append(0, np.cumsum(self.size[self.owner])).astype(np.int64)
+        # By entry, where its K_i numbers are among all messages; how many those are.
+        self.message, self.messages = message[:-1], int(message[-1])
+
+    def _lay_memory(self, net: Network, rows: Sequence[list[Row]]) -> None:
+        items = [item for part in rows for item in part]
+        begin = np.array([a for a, _, _ in items], np.int64)
+        end = np.array([b for _, b, _ in items], np.int64)
+        top = np.array([usage.max() for _, _, usage in items])
+        most = range_sums(begin, end, top, len(net.room))
+        tight = (most > net.room - 1e-9 * abs(net.room)) | (net.room < 0)
+        # In a stretch where nothing begins or ends, only the row with least room
+        # counts.
+        renamed = np.append(0, np.cumsum(tight))
+        begin, end, room = renamed[begin], renamed[end], net.room[tight]
+        lives = begin < end
+        starts = np.unique(np.concatenate([begin[lives], end[lives], [0]]))
+        starts = starts[starts < len(room)]
+        # By memory row, the most that it may hold.
+        self.room = np.minimum.reduceat(room, starts) if len(room) else room
+        # By memory row, the Problem's time that it begins at, ascending.
+        times = (
+            net.times[tight][starts] if len(net.times) else np.arange(len(self.room))
+        )
+        self.when = times
+        # By usage, the first memory row that is occupied, and the row after the last.
+        self.begin = np.searchsorted(starts, begin[lives]).astype(np.int64)
+        self.end = np.searchsorted(starts, end[lives]).astype(np.int64)
+        # By usage, the node that it is of; (n + 1,) the first usage of each node.
+        holder = np.repeat(np.arange(len(rows)), list(map(len, rows)))
+        self.holder = holder[lives].astype(np.int64)
+        self.live = np.searchsorted(self.holder, np.arange(len(rows) + 1))
+        usages = [
+            usage for (_, _, usage), alive in zip(items, lives, strict=True) if alive
+        ]
+        # By usage, where in ``usage``, the memory occupied, its strategies begin.
+        self.use = np.cumsum([0, *map(len, usages)])[:-1].astype(np.int64)
+        self.usage = np.concatenate(usages or [np.zeros(0)])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the arrays that kernels read (``numba_loops``)."""
+        of_nodes = self.size, self.at, self.first
+        of_entries = self.other, self.table, self.pair, self.message, self.rows
+        return *of_nodes, *of_entries, self.pool, self.low, self.high
 
     @cached_property
     def sweep_seconds(self) -> float:
         """Return the seconds of work of a pass of messages there and back."""
-        owner = np.repeat(np.arange(len(self.size)), np.diff(self.first))
-        cells = float((self.size[owner] * self.size[self.other]).sum())
+        cells = float((self.size[self.owner] * self.size[self.other]).sum())
         entries = self.messages + len(self.other) + len(self.size)
         return _CELL * cells + _ENTRY * entries
 
@@ -302,126 +372,7 @@ class Flat:
         return _LOOK * (len(self.other) + len(self.begin) + len(self.room))
 
 
-def flatten(net: Network) -> Flat:
-    """Return the Flat of the nodes alive; rows that cannot exceed their room are left
-    out."""
-    nodes = sorted(net.alive)
-    place = {i: k for k, i in enumerate(nodes)}
-    work_clock.did(_FLATTEN * (len(nodes) + sum(len(net.adj[i]) for i in nodes)))
-    size = np.array([net.size(i) for i in nodes], np.int64)
-    first, other, table, rows, pool, low, high = _edges(net, nodes, place)
-    owner = np.repeat(np.arange(len(nodes)), np.diff(first))
-    entry = {
-        (i, j): e
-        for e, (i, j) in enumerate(zip(owner.tolist(), other.tolist(), strict=True))
-    }
-    pair = [entry[j, i] for i, j in entry]
-    message = np.append(0, np.cumsum(size[owner])).astype(np.int64)
-    unary = [net.unary[i] for i in nodes]
-    live, begin, end, use, usage, room, when = _memory(net, nodes)
-    return Flat(
-        np.array(nodes, np.int64),
-        size,
-        np.append(0, np.cumsum(size)).astype(np.int64),
-        np.concatenate(unary) if unary else np.zeros(0),
-        first,
-        other,
-        table,
-        np.array(pair, np.int64),
-        message[:-1],
-        int(message[-1]),
-        pool,
-        rows,
-        low,
-        high,
-        live,
-        begin,
-        end,
-        use,
-        usage,
-        room,
-        when,
-        net.constant,
-        net.slack,
-    )
-
-
-def _edges(
-    net: Network, nodes: Sequence[int], place: dict[int, int]
-) -> tuple[np.ndarray, ...]:
-    """Return (first, other, table, rows, pool, low, high)."""
-    offsets: dict[int, tuple[int, int]] = {}
-    parts: list[np.ndarray] = []
-    total = height = 0
-    first, other, table, rows = [0], [], [], []
-    for i in nodes:
-        for j in sorted(net.adj[i]):
-            array = net.adj[i][j]
-            if id(array) not in offsets:
-                offsets[id(array)] = total, height
-                parts.append(array)
-                total, height = total + array.size, height + len(array)
-            other.append(place[j])
-            table.append(offsets[id(array)][0])
-            rows.append(offsets[id(array)][1])
-        first.append(len(other))
-    none = [np.zeros(0)]
-    pool = np.concatenate([array.ravel() for array in parts] or none)
-    low = np.concatenate([array.min(1) for array in parts] or none)
-    high = np.concatenate([array.max(1) for array in parts] or none)
-    return (
-        np.array(first, np.int64),
-        np.array(other, np.int64),
-        np.array(table, np.int64),
-        np.array(rows, np.int64),
-        pool,
-        low,
-        high,
-    )
-
-
-def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return (live, begin, end, use, usage, room, when) over the rows that can be
-    exceeded."""
-    rows = [_summed_by_range(net.rows[i]) for i in nodes]
-    items = [(a, b, usage) for part in rows for a, b, usage in part]
-    begin = np.array([a for a, _, _ in items], np.int64)
-    end = np.array([b for _, b, _ in items], np.int64)
-    top = np.array([usage.max() for _, _, usage in items])
-    tight = range_sums(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
-    tight |= net.room < 0
-    # In a stretch where nothing begins or ends, only the row with least room counts.
-    renamed = np.append(0, np.cumsum(tight))
-    begin, end, room = renamed[begin], renamed[end], net.room[tight]
-    lives = begin < end
-    starts = np.unique(np.concatenate([begin[lives], end[lives], [0]]))
-    starts = starts[starts < len(room)]
-    room = np.minimum.reduceat(room, starts) if len(room) else room
-    when = net.times[tight][starts] if len(net.times) else np.arange(len(room))
-    begin, end = np.searchsorted(starts, begin), np.searchsorted(starts, end)
-    live, use, usages, row_numbers = [0], [], [], []
-    total = m = 0
-    for part in rows:
-        for _, _, usage in part:
-            if begin[m] < end[m]:
-                row_numbers.append(m)
-                use.append(total)
-                usages.append(usage)
-                total += len(usage)
-            m += 1
-        live.append(len(row_numbers))
-    return (
-        np.array(live, np.int64),
-        begin[row_numbers].astype(np.int64),
-        end[row_numbers].astype(np.int64),
-        np.array(use, np.int64),
-        np.concatenate(usages) if usages else np.zeros(0),
-        room,
-        when,
-    )
-
-
-def _summed_by_range(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
+def _summed_by_range(rows: Sequence[Row]) -> list[Row]:
     """Return the entries of one node with those over the same rows summed."""
     summed: dict[tuple[int, int], np.ndarray] = {}
     for a, b, usage in rows:
@@ -433,9 +384,8 @@ def cost_of(flat: Flat, choice: np.ndarray) -> float:
     """Return the cost of a choice per node, inf if forbidden."""
     work_clock.did(flat.look_seconds)
     total = flat.unary[flat.at[:-1] + choice].sum()
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
-    forward = owner < flat.other
-    i, j = owner[forward], flat.other[forward]
+    forward = flat.owner < flat.other
+    i, j = flat.owner[forward], flat.other[forward]
     cells = flat.table[forward] + choice[i] * flat.size[j] + choice[j]
     return float(total + flat.pool[cells].sum() + flat.constant)
 
@@ -443,8 +393,7 @@ def cost_of(flat: Flat, choice: np.ndarray) -> float:
 def usage_of(flat: Flat, choice: np.ndarray) -> np.ndarray:
     """Return (rows,) the usage of each row by a choice."""
     work_clock.did(flat.look_seconds)
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
-    used = flat.usage[flat.use + choice[owner]]
+    used = flat.usage[flat.use + choice[flat.holder]]
     return range_sums(flat.begin, flat.end, used, len(flat.room))
 
 

@@ -49,26 +49,9 @@ def _send(
 
 
 @_compiled
-def sweep(
-    size,
-    at,
-    unary,
-    first,
-    other,
-    table,
-    pair,
-    message,
-    pool,
-    rows,
-    low,
-    high,
-    messages,
-    choice,
-    excess,
-    rounds,
-):
+def sweep(arrays, unary, messages, choice, excess, rounds):
     """Run ``rounds`` passes of TRW-S there and back; return the lower bound after the
-    last.
+    last. ``arrays``: as ``Flat.arrays``.
 
     ``messages`` is updated in place (start from zeros); ``choice`` becomes the decoding
     of the last forward pass; ``excess``: how much higher the bound before the last pass
@@ -76,6 +59,7 @@ def sweep(
     tree-reweighted message passing for energy minimization", PAMI 28, 2006, sections
     3.2 and 3.3.
     """
+    size, at, first, other, table, pair, message, rows, pool, low, high = arrays
     count = len(size)
     widest = 0
     for i in range(count):
@@ -88,42 +72,41 @@ def sweep(
         bound = 0.0
         for turn in range(count):
             i = count - 1 - turn if back else turn
-            k = size[i]
+            k, entries = size[i], range(first[i], first[i + 1])
             costs = total[:k]
             costs[:] = unary[at[i] : at[i + 1]]
             before = 0
-            for e in range(first[i], first[i + 1]):
+            for e in entries:
                 costs += messages[message[e] : message[e] + k]
                 if other[e] < i:
                     before += 1
-            after = first[i + 1] - first[i] - before
+            after = len(entries) - before
             if not back:
-                _decode(
-                    i, costs, first, other, table, pair, message, pool, messages, choice
-                )
+                _decode(arrays, i, costs, messages, choice)
             least = costs.min()
             bound += least
             costs -= least
             excess[at[i] : at[i + 1]] = costs
             share = 1.0 / max(before, after, 1)
-            for e in range(first[i], first[i + 1]):
+            for e in entries:
                 j = other[e]
                 if (j < i) == back:
+                    own = messages[message[e] : message[e] + k]
                     vector = source[:k]
-                    vector[:] = share * costs - messages[message[e] : message[e] + k]
+                    vector[:] = share * costs - own
                     p = pair[e]
                     out = messages[message[p] : message[p] + size[j]]
                     r = rows[e]
-                    bound += _send(
-                        pool, table[e], low[r : r + k], high[r : r + k], vector, out
-                    )
+                    ends = low[r : r + k], high[r : r + k]
+                    bound += _send(pool, table[e], *ends, vector, out)
     return bound
 
 
 @_compiled
-def _decode(i, costs, first, other, table, pair, message, pool, messages, choice):
+def _decode(arrays, i, costs, messages, choice):
     """Choose the best strategy given the choices of earlier nodes, which replace their
     messages."""
+    size, at, first, other, table, pair, message, rows, pool, low, high = arrays
     k = len(costs)
     best = np.inf
     choice[i] = costs.argmin()
@@ -141,13 +124,13 @@ def _decode(i, costs, first, other, table, pair, message, pool, messages, choice
 
 
 @_compiled
-def descend(size, at, unary, first, other, table, pair, pool, choice, rounds):
+def descend(arrays, unary, choice, rounds):
     """Move single nodes to their best strategy until nothing changes, at most
-    ``rounds`` times over all nodes; return the number of moves. Never enters a
-    forbidden pair from an allowed choice."""
-    moves = 0
+    ``rounds`` times over all nodes. Never enters a forbidden pair from an allowed
+    choice."""
+    size, at, first, other, table, pair, message, rows, pool, low, high = arrays
     for _ in range(rounds):
-        changed = 0
+        changed = False
         for i in range(len(size)):
             k = size[i]
             cost = unary[at[i] : at[i + 1]].copy()
@@ -157,8 +140,6 @@ def descend(size, at, unary, first, other, table, pair, pool, choice, rounds):
             best = cost.argmin()
             if cost[best] < cost[choice[i]]:
                 choice[i] = best
-                changed += 1
-        moves += changed
-        if changed == 0:
+                changed = True
+        if not changed:
             break
-    return moves

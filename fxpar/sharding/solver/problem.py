@@ -81,7 +81,6 @@ class Solution:
     choice: tuple[int, ...]  # strategy of each node
     cost: float  # cost of the choice
     bound: float  # no choice costs less
-    gap: float  # (cost - bound) / |cost|
     seconds: float
     peak: float  # the most memory in use at any time
     notes: tuple[SolverPhase, ...] = ()  # the log
@@ -90,6 +89,13 @@ class Solution:
     # Cost of the best choice found without the limit, if one was searched for.
     unlimited: float | None = None
     stopped: bool = False  # wall-clock time ended it: another run may answer otherwise
+
+    @property
+    def gap(self) -> float:
+        """Return (cost - bound) / |cost|."""
+        if self.cost <= self.bound:
+            return 0.0
+        return (self.cost - self.bound) / abs(self.cost) if self.cost else math.inf
 
 
 class Infeasible(FxparError, ValueError):

@@ -13,6 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,7 +31,6 @@ from fxpar.sharding.solver.network import (
     build,
     cost_of,
     fits,
-    flatten,
     usage_of,
 )
 from fxpar.sharding.solver.problem import (
@@ -109,13 +109,10 @@ class Search:
         """Return the Solution, or raise Infeasible."""
         if self.choice is None:
             raise _nothing_fits(self)
-        bound = min(self.bound, self.cost)
-        gap = (self.cost - bound) / abs(self.cost) if self.cost > bound else 0.0
         return Solution(
             self.choice,
             self.cost,
-            bound,
-            gap,
+            min(self.bound, self.cost),
             time.perf_counter() - self.begun,
             peak(self.problem, self.choice)[0],
             tuple(self.notes),
@@ -223,7 +220,7 @@ def solve(
         if _is_repetitive(problem) and not fixed:
             _layered(search, net)
         elif not len(net.room):
-            _pass(search, net, flatten(net), 0.15)
+            _pass(search, net, Flat(net), 0.15)
             search.note("messages")
         if not search.closed() and search.seconds_left() > 0:
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
@@ -251,7 +248,7 @@ def resolve(
     with work_clock.within(seconds):
         search = Search(problem, seconds, EXACT)
         net = build(problem, fixed)
-        flat = flatten(net)
+        flat = Flat(net)
         search.bound = start.bound
         search.note("build")
         if milp.variables(flat) > _SMALL:
@@ -268,7 +265,7 @@ def resolve(
 def _core(search: Search, net: Network, certify: float) -> None:
     """Run the phases after reduction. ``certify``: seconds that a bound may take while
     a choice could still be improved."""
-    flat = flatten(net)
+    flat = Flat(net)
     if not len(flat.size):
         if fits(flat, np.zeros(len(flat.room))):
             search.offer(net.expand({}))
@@ -319,6 +316,21 @@ def _is_repetitive(problem: Problem) -> bool:
     return tied is not None and len(set(tied)) <= _REPEATS * len(tied)
 
 
+def solve_tied(problem: Problem, seconds: float, tolerance: float) -> Solution:
+    """Return a choice that is equal for all tied nodes; nothing is proved of others.
+    Raises Infeasible if none such is found."""
+    once, to = tie(problem)
+    try:
+        solution = solve(once, seconds, tolerance=tolerance)
+    except Infeasible as error:
+        if error.choice is not None:
+            error.choice = tuple(error.choice[k] for k in to)
+        raise
+    choice = tuple(solution.choice[k] for k in to)
+    cost, top = evaluate(problem, choice)
+    return replace(solution, choice=choice, cost=cost, bound=0.0, peak=top)
+
+
 def _layered(search: Search, net: Network) -> None:
     """Solve with tied nodes as one, which is small, and give all nodes its answer;
     under a limit, mix the choices met at the ends of its prices; then bound the whole
@@ -337,7 +349,7 @@ def _layered(search: Search, net: Network) -> None:
         return
     prices = _mixed(search, net, small, to, tied_solution.prices) if limited else ()
     reduce(net, work_clock.now() + 0.3 * search.seconds_left())
-    flat = flatten(net)
+    flat = Flat(net)
     search.note("reduce")
     if search.closed() or not len(flat.size):
         return
@@ -397,7 +409,7 @@ def pass_pruned(
         reduce(net, now + 0.5 * (deadline - now))
     except Infeasible:  # ``upper`` is the optimum, but for rounding
         return choice, max(bound, upper)
-    core = flatten(net)
+    core = Flat(net)
     better, _, higher = message_passing.pass_messages(
         core, deadline, tolerance=tolerance
     )
@@ -419,12 +431,12 @@ def _mixed(
     prices found there: at one price layers are all one way or all the other."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
-    tied = flatten(core)
+    tied = Flat(core)
     if not len(tied.room):
         return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
     priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
-    flat = flatten(net)
+    flat = Flat(net)
     mixtures = []
     for choice in priced.decodings[:_MIXED]:
         wide = core.expand(choice_by_node(tied, choice))

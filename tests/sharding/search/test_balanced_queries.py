@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.features.sequences.balance import balances_of
 from fxpar.runtime.steps import plan_steps
-from fxpar.sharding.cost.balanced_queries import swap_seconds
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.op import query_position
+from fxpar.sharding.cost.program_kernels import swap_seconds
 from tests.helpers.machines import products_alone
 
 SEQUENCE = (None, None, "cp", None)

@@ -20,8 +20,7 @@ from fxpar.sharding import candidates
 from fxpar.sharding.candidates import Candidate, choose, fastest_staged
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
 from fxpar.sharding.cost.program_kernels import ProgramKernels, kernels_of, seconds
-from fxpar.sharding.cut_in_time import cut_in_time
-from fxpar.sharding.cut_stages import StageMemory
+from fxpar.sharding.decide import cut_in_time
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.plan_request import Request, staged_candidates
@@ -31,6 +30,7 @@ from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import cost_of
 from fxpar.sharding.search.price_stages import (
     StagedStep,
+    StageMemory,
     estimate_stages,
     least_staged,
     price_stages,

@@ -27,9 +27,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.propagation import Seed
-from fxpar.sharding.search.formulate import Formulation, cost_of, formulate
+from fxpar.sharding.search.formulate import FixedFacts, Formulation, cost_of, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
-from fxpar.sharding.search.problem_builder import FixedFacts
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.solver import evaluate
 from tests.helpers.models import NAMES, build_loss
@@ -232,7 +231,7 @@ def test_what_the_forward_keeps_is_held_when_its_kernel_runs() -> None:
     mesh = on.on(Mesh.parse("dp=2"))
     found = formulate(program, mesh, on, FixedFacts())
     turn = min(program.backward)
-    saved = [entry for entry in found.entries if entry.kind == "saved"]
+    saved = [entry for entry in found.memory_entries if entry.kind == "saved"]
     traced_late = [e for e in saved if program.producers[e.value][0] > turn]
     assert len(traced_late) == 3 and all(0 <= e.begin < turn for e in saved)
     # Each as its layer runs, not all as the backward begins.
@@ -263,7 +262,7 @@ def test_the_search_counts_gathered_copies(keep: bool) -> None:
     program = at_rest_on(decided(Two(64, 6), torch.randn(4, 64)).program, mesh)
     on = lookup("cpu").on(mesh)
     found = formulate(program, on, lookup("cpu"), FixedFacts(keep_gathered=keep))
-    copies = [entry for entry in found.entries if entry.kind == "gathered"]
+    copies = [entry for entry in found.memory_entries if entry.kind == "gathered"]
     backward = program.backward
     phases = [
         {t in backward for t in range(e.begin, min(e.end, len(program.ops)))}

@@ -56,7 +56,7 @@ def strategies(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> list[Strategy]:
 def arithmetic(local: fx.Graph, machine: Hardware) -> float:
     """Seconds that a simulation gives the contractions of a local graph."""
     return sum(
-        machine.arithmetic(x.flops, x.dims, x.dtype, family=x.family)
+        machine.kernel(0.0, x.flops, x.dims, x.dtype, x.family)
         for x in launches_of(local).launches
         if x.kind == "contraction"
     )

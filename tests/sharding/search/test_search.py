@@ -33,8 +33,7 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
-from fxpar.sharding.search.formulate import cost_of, formulate
-from fxpar.sharding.search.problem_builder import FixedFacts
+from fxpar.sharding.search.formulate import FixedFacts, cost_of, formulate
 from fxpar.sharding.search.run_search import (
     SearchOptions,
     repeated,
@@ -451,9 +450,7 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
     program = program_of(mlp(3), batch(), mesh="dp=2,tp=2", grad=True)
     mesh = Mesh.parse("dp=2,tp=2")
     best = search(program, mesh, SearchOptions(slow), {})
-    far = replace(
-        best, solution=replace(best.solution, cost=2 * best.solution.cost, gap=0.5)
-    )
+    far = replace(best, solution=replace(best.solution, cost=2 * best.solution.cost))
     began = run_search.begun_from(far, SearchOptions(slow), [best.strategies])
     # Both are as good as a search has to be.
     assert began.solution.cost == pytest.approx(best.solution.cost, rel=1e-4)
@@ -474,7 +471,7 @@ def test_plans_that_may_be_faster_are_rivals(
     whole = decide.decide(program, mesh, {}, mode="replicate").strategies
     choice = cost_of(best.formulation, whole).choice
     bad = with_choice(best, choice)  # everything computed on every rank
-    closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
+    closed = replace(bad.solution, bound=bad.solution.cost)
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
     request = Request(mesh, program.signature, {}, SearchOptions(slow))

@@ -14,7 +14,7 @@ import fxpar
 from fxpar.errors import PlanError
 from fxpar.sharding.candidates import choose
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak
-from fxpar.sharding.cut_in_time import cut_in_time
+from fxpar.sharding.decide import cut_in_time
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.batch_parts import PartProgram

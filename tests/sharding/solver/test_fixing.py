@@ -16,7 +16,7 @@ from fxpar.sharding.solver import (
     message_passing,
     work_clock,
 )
-from fxpar.sharding.solver.network import Flat, Network, build, flatten
+from fxpar.sharding.solver.network import Flat, Network, build
 from tests.helpers.solver_problems import brute, small
 
 # The package has a function of this name.
@@ -37,7 +37,7 @@ def cases(memory: bool) -> Iterator[tuple[Problem, Network, Flat, float]]:
             continue
         best, _ = brute(problem)
         if math.isfinite(best):
-            yield problem, net, flatten(net), best
+            yield problem, net, Flat(net), best
 
 
 def above(bound: float, best: float) -> bool:

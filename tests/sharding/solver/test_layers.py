@@ -21,7 +21,7 @@ from fxpar.sharding.solver import (
     solve,
     work_clock,
 )
-from fxpar.sharding.solver.network import Flat, build, cost_of, fits, flatten, usage_of
+from fxpar.sharding.solver.network import Flat, build, cost_of, fits, usage_of
 from tests.helpers.solver_problems import brute, layered, small
 
 SEEDS = range(60)
@@ -35,7 +35,7 @@ def pairs(memory: bool) -> Iterator[tuple[Flat, np.ndarray, np.ndarray]]:
     """Random problems with two random choices, and what may be forbidden in them."""
     for seed in SEEDS:
         try:
-            flat = flatten(build(small(seed, memory=memory)))
+            flat = Flat(build(small(seed, memory=memory)))
         except Infeasible:
             continue
         random = np.random.default_rng(seed)
@@ -68,7 +68,7 @@ def test_what_is_combined_are_the_first_of_the_others() -> None:
     """The best come first."""
     count = neighborhood_search._COMBINED
     problem = Problem((np.arange(count + 2.0)[::-1],))
-    flat = flatten(build(problem))
+    flat = Flat(build(problem))
     others = [np.array([k]) for k in range(1, count + 2)]
     found = neighborhood_search.combine(flat, np.array([0]), others, soon())
     assert found is not None and found.tolist() == [count]
@@ -81,7 +81,7 @@ def test_prices_of_columns_prove_no_more_than_is_true() -> None:
         best, _ = brute(problem)
         if best == math.inf:
             continue
-        flat = flatten(build(problem))
+        flat = Flat(build(problem))
         if not len(flat.room) or not len(flat.size):
             continue
         priced = lagrangian.generate(flat, soon(), np.zeros(len(flat.room)))
@@ -101,7 +101,7 @@ def test_prices_of_columns_prove_no_more_than_is_true() -> None:
 def test_choices_that_fit_and_that_do_not_come_in_turn_the_best_first() -> None:
     costs, usage = np.array([0.0, 1.0, 2.0, 1.5]), np.array([10.0, 3.0, 0.0, 8.0])
     problem = Problem((costs,), (), (), (Live(0, 0, 1, usage),), 5.0)
-    flat = flatten(build(problem))
+    flat = Flat(build(problem))
     met = [np.array([k]) for k in range(4)]
     turns = lagrangian.in_turn(flat, np.array([1.0]), met)
     assert [int(choice[0]) for choice in turns] == [2, 3, 1, 0]

@@ -79,23 +79,5 @@ def test_an_edge_without_capacity_has_no_limit() -> None:
     assert by_package(graph) == networkx.minimum_cut(graph, S, T)
 
 
-def test_a_flow_is_sent_back() -> None:
-    """The shortest way takes what a larger flow needs elsewhere."""
-    graph = graph_of(
-        *((S, "a", 1), (S, "b", 1), ("a", "c", 1), ("a", "d", 1)),
-        *(("b", "e", 1), ("e", "c", 1), ("d", "f", 1), ("f", T, 1), ("c", T, 1)),
-    )
-    assert by_package(graph) == networkx.minimum_cut(graph, S, T)
-    assert networkx.minimum_cut(graph, S, T)[0] == 2
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        graph_of((S, "a", math.inf), ("a", T, math.inf)),
-        graph_of((S, "a", 1), ("a", T, 0.5)),
-    ],
-    ids=["of no finite cut", "of fractions"],
-)
-def test_others_have_none(graph: Any) -> None:
-    assert cut_of(graph) is None
+def test_without_a_finite_cut_there_is_none() -> None:
+    assert cut_of(graph_of((S, "a", math.inf), ("a", T, math.inf))) is None

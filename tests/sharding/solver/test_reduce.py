@@ -17,7 +17,6 @@ from fxpar.sharding.solver.network import (
     build,
     cost_of,
     fits,
-    flatten,
     usage_of,
 )
 from tests.helpers.solver_problems import brute
@@ -64,7 +63,7 @@ def test_what_differs_is_not_shared(differs: str, limited: bool) -> None:
         best, _ = brute(problem)
         net = build(problem)
         reduce(net, math.inf)
-        flat = flatten(net)
+        flat = Flat(net)
         assert least(flat) == pytest.approx(best), seed
         smaller += len(flat.size) < 6
         if not len(flat.size) and best < math.inf:
