@@ -6,16 +6,14 @@ given one. A verb that would change a number raises ScheduleError with the node,
 user's line and the reason; any other failure in a verb is a ScheduleError too, with the
 line of the schedule. Never changes the given graph.
 
-``TAKES`` is the one table of the arguments that verbs take, to which features add
-theirs, as to ``VERBS``. A line that says anything
-else is refused with the line, what is wrong and the form it has, so that verbs check
-only what depends on the graph.
+``VERBS`` is the one table of verbs and of the arguments that they take, to which
+features add theirs. A line that says anything else is refused with the line, what is
+wrong and the form it has, so that verbs check only what depends on the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +23,19 @@ from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.node_legality import close
-from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
-from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.verbs import (
-    fuse_nodes,
-    gathers,
-    overlap,
-    reorder,
-    send_recv,
+from fxpar.fusion.schedule import (
+    SETTINGS,
+    Argument,
+    Kind,
+    Line,
+    Schedule,
+    Unfit,
+    Verb,
+    line_text,
+    number,
 )
+from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.verbs import fuse_nodes, gathers, overlap, reorder, send_recv
 from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import writes_as_results
 from fxpar.passes.lower import lower_graph
@@ -43,35 +45,9 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 
-class _Unfit(Exception):
-    """Is raised when an argument is of another kind than a verb takes."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Is a kind of argument that verbs take."""
-
-    text: str  # how errors describe it
-    # Returns the value that a verb is called with, or raises ``_Unfit``.
-    read: Callable[[Edit, Argument], Any]
-
-
-@dataclass(frozen=True)
-class Takes:
-    """Holds the arguments that a verb takes."""
-
-    form: str  # an example, as a user writes it
-    nodes: tuple[Kind, ...] = ()  # nodes that must be given, in order
-    optional: Kind | None = None  # one more node that may be given
-    further: Kind | None = None  # any number of nodes after those
-    # Options, given by keyword.
-    options: Mapping[str, Kind] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # options that must be given
-
-
 def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
-        raise _Unfit
+        raise Unfit
     node = edit.node(argument)
     if node_legality.is_closed(node):
         what = f"{node.name} has shards of unequal sizes, which a schedule cannot edit"
@@ -82,7 +58,7 @@ def _node(edit: Edit, argument: Argument) -> fx.Node:
 
 def _nodes(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
     if not isinstance(argument, tuple) or not argument:
-        raise _Unfit
+        raise Unfit
     return tuple(_node(edit, name) for name in argument)
 
 
@@ -93,149 +69,62 @@ def _ends(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
 def _axes(_: Edit, argument: Argument) -> tuple[str, ...]:
     names = tuple(argument.split("_and_")) if isinstance(argument, str) else ()
     if not names or len(set(names)) < len(names):
-        raise _Unfit
+        raise Unfit
     return names
-
-
-def _number(least: int, most: int | None = None) -> Kind:
-    def read(_: Edit, argument: Argument) -> int:
-        over = most is not None and isinstance(argument, int) and argument > most
-        if not isinstance(argument, int) or argument < least or over:
-            raise _Unfit
-        return argument
-
-    if most is None:
-        return Kind(f"a number that is at least {least}", read)
-    return Kind(f"{least} or {most}", read)
 
 
 NODE = Kind("the name of a node", _node)
 _NODES = Kind("a list of names of nodes, [a, b]", _nodes)
 _ENDS = Kind("the name of a node, or a list of names", _ends)
 _AXES = Kind("axes, each once, joined by _and_ as in tp_and_sp", _axes)
-_DIM = _number(0)
+_DIM = number(0)
 
-TAKES: dict[str, Takes] = {
-    "split": Takes("split(ar, dim=1) -> rs, ag", (NODE,), options={"dim": _DIM}),
-    "cut": Takes(
+# Verbs are described where they are defined.
+VERBS: dict[str, Verb] = {
+    "split": Verb(
+        "split(ar, dim=1) -> rs, ag", gathers.split, (NODE,), options={"dim": _DIM}
+    ),
+    "cut": Verb(
         "cut(w, axes=tp, dim=0) -> part, ag",
+        gathers.cut,
         (NODE,),
         options={"axes": _AXES, "dim": _DIM},
         needs=("axes",),
     ),
-    "hierarchical": Takes(
+    "hierarchical": Verb(
         "hierarchical(ar, inner=tp, outer=dp, dim=0) -> rs, ar, ag",
+        gathers.hierarchical,
         (NODE,),
         options={"inner": _AXES, "outer": _AXES, "dim": _DIM},
         needs=("inner", "outer"),
     ),
-    "merge": Takes("merge(ag, ag_1) -> ag", (NODE, NODE), further=NODE),
-    "drop": Takes("drop(ag)", (NODE,), further=NODE),
-    "hoist": Takes("hoist(ag)", (NODE,)),
-    "sink": Takes("sink(ag)", (NODE,)),
-    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, NODE), further=NODE),
-    "as_slice": Takes("as_slice(m, ag)", (NODE,), optional=NODE),
-    "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),
-    "overlap": Takes(
+    "merge": Verb("merge(ag, ag_1) -> ag", gathers.merge, (NODE, NODE), further=NODE),
+    "drop": Verb("drop(ag)", gathers.drop, (NODE,), further=NODE),
+    "hoist": Verb("hoist(ag)", gathers.hoist, (NODE,)),
+    "sink": Verb("sink(ag)", gathers.sink, (NODE,)),
+    "reorder": Verb(
+        "reorder([a, b], ag) -> ag_1", reorder.reorder, (_NODES, NODE), further=NODE
+    ),
+    "as_slice": Verb("as_slice(m, ag)", gathers.as_slice, (NODE,), optional=NODE),
+    "fuse": Verb("fuse([a, b]) -> region", fuse_nodes.fuse, (_NODES,)),
+    "overlap": Verb(
         "overlap(ag, [mm, mm_1], chunks=4)",
+        overlap.overlap,
         (_ENDS, _ENDS),
         options={
-            "chunks": _number(2),
+            "chunks": number(2),
             "dim": _DIM,
-            "ring": _number(1, 2),
-            "fused": _number(0, 1),
+            "ring": number(1, 2),
+            "fused": number(0, 1),
         },
     ),
-    "bucket": Takes("bucket([c, c_1]) -> c", (_NODES,)),
-    "share": Takes(
+    "bucket": Verb("bucket([c, c_1]) -> c", fuse_nodes.bucket, (_NODES,)),
+    "share": Verb(
         "share(axes=tp, tag=0, dim=0)",
-        options={"axes": _AXES, "tag": _number(0), "dim": _DIM},
+        send_recv.share,
+        options={"axes": _AXES, "tag": number(0), "dim": _DIM},
         needs=("axes",),
     ),
-}
-
-
-def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments and options to call a verb of ``TAKES`` with.
-
-    Raises ScheduleError.
-    """
-    takes = TAKES[line.verb]
-    kinds = _kinds(takes, line)
-    values = [
-        _value(edit, line, kind, f"argument {i}", argument)
-        for i, (kind, argument) in enumerate(zip(kinds, line.arguments, strict=True), 1)
-    ]
-    options = {}
-    for name, argument in line.options:
-        if name not in takes.options:
-            names = ", ".join(takes.options) or "none"
-            raise _unfit(line, f"{name}= is not one of its options ({names})")
-        options[name] = _value(edit, line, takes.options[name], name, argument)
-    missing = [name for name in takes.needs if name not in options]
-    if missing:
-        raise _unfit(line, f"{missing[0]}= is missing")
-    _check_once(line, values)
-    return values, options
-
-
-def _kinds(takes: Takes, line: Line) -> list[Kind]:
-    """Return the kind of each argument of a line. Raises ScheduleError if there are too
-    few, or too many."""
-    count, fixed = len(line.arguments), len(takes.nodes)
-    if count < fixed:
-        raise _unfit(line, f"{count} arguments are given, at least {fixed} are needed")
-    kinds = [*takes.nodes, *((takes.optional,) if takes.optional else ())]
-    if count > len(kinds) and takes.further is None:
-        raise _unfit(line, f"{count} arguments are given, of at most {len(kinds)}")
-    kinds += [takes.further] * (count - len(kinds)) if takes.further else []
-    return kinds[:count]
-
-
-def _value(edit: Edit, line: Line, kind: Kind, name: str, argument: Argument) -> Any:
-    try:
-        return kind.read(edit, argument)
-    except _Unfit:
-        text = f"[{', '.join(argument)}]" if isinstance(argument, tuple) else argument
-        raise _unfit(line, f"{name} is {text}, not {kind.text}") from None
-
-
-def _check_once(line: Line, values: list[Any]) -> None:
-    """Raise ScheduleError if a line names a node twice."""
-    seen = set[fx.Node]()
-    for node in _each(values):
-        if node in seen:
-            raise _unfit(line, f"{node.name} is named twice")
-        seen.add(node)
-
-
-def _each(values: list[Any]) -> Iterator[fx.Node]:
-    for value in values:
-        yield from value if isinstance(value, tuple) else (value,)
-
-
-def _unfit(line: Line, why: str) -> ScheduleError:
-    return ScheduleError(
-        f"{line_text(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
-    )
-
-
-# verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
-# Verbs are described where they are defined; ``TAKES`` holds what their lines may say.
-VERBS: dict[str, Callable[..., list[fx.Node]]] = {
-    "split": gathers.split,
-    "cut": gathers.cut,
-    "hierarchical": gathers.hierarchical,
-    "merge": gathers.merge,
-    "drop": gathers.drop,
-    "hoist": gathers.hoist,
-    "sink": gathers.sink,
-    "reorder": reorder.reorder,
-    "as_slice": gathers.as_slice,
-    "fuse": fuse_nodes.fuse,
-    "overlap": overlap.overlap,
-    "bucket": fuse_nodes.bucket,
-    "share": send_recv.share,
 }
 
 
@@ -362,8 +251,10 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:
-        arguments, options = read(edit, line)
-        results = VERBS[line.verb](edit, *arguments, **options)
+        verb = VERBS[line.verb]
+        arguments, options = verb.read(edit, line)
+        assert verb.run is not None
+        results = verb.run(edit, *arguments, **options)
         edit.trace_anew()
         _name(edit, line, results)
         if check:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -322,22 +322,41 @@ def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
 def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Put an op into a region. Return the region's item, under the op's name, that is
     read instead of the op."""
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for read in node.all_input_nodes:
-        copies[read] = part.placeholder(read.name)
-        copies[read].meta = dict(read.meta)
-    inner = part.node_copy(node, copies.__getitem__)
-    inner.meta = dict(node.meta)
-    part.output((inner,))
-    with graph.inserting_before(node):
-        region = graph.call_function(UnevenOp(part), tuple(copies))
-        region.meta = {"val": (node.meta.get("val"),)}
-        region.meta["fxpar_origin"] = node.meta.get("fxpar_origin", node.name)
-        item = graph.call_function(operator.getitem, (region, 0))
-    item.meta = dict(node.meta)
-    node.replace_all_uses_with(item)
     name = node.name
-    graph.erase_node(node)
+    _, (item,) = outlined(graph, [node], [node], UnevenOp)
     _torch.objects.rename(item, name)
     return item
+
+
+def outlined(
+    graph: fx.Graph,
+    members: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    kind: type[CallableRegion],
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Put members, given in order, into a region after the last of them. Return it, and
+    its items that others read instead of ``results``."""
+    inside, part = set(members), fx.Graph()
+    read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in read:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in members:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    part.output(tuple(copies[node] for node in results))
+    last, items = members[-1], list[fx.Node]()
+    with graph.inserting_before(last.next):
+        region = graph.call_function(kind(part), tuple(read))
+        region.meta = {"val": tuple(node.meta.get("val") for node in results)}
+        region.meta["fxpar_origin"] = last.meta.get("fxpar_origin", last.name)
+        for i, node in enumerate(results):
+            items.append(graph.call_function(operator.getitem, (region, i)))
+            items[-1].meta = dict(node.meta)
+            node.replace_all_uses_with(
+                items[-1], delete_user_cb=lambda user: user not in inside
+            )
+    for node in reversed(members):
+        graph.erase_node(node)
+    return region, items

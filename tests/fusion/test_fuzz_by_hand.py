@@ -36,7 +36,7 @@ TRIES = 20
 
 # ``share`` is for stages, ``balance`` for attention.
 OTHERS = {"overlap", "share", "balance"}
-ALONE = {*apply_schedule.TAKES, "chunks", "ring", "fused"} - OTHERS
+ALONE = {*apply_schedule.VERBS, "chunks", "ring", "fused"} - OTHERS
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

@@ -18,8 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS
-from fxpar.fusion.kernels.region_program import RegionProgram, Statement, contiguous
+from fxpar.fusion.kernels.region_program import (
+    RegionProgram,
+    Statement,
+    contiguous,
+    op_named,
+)
 from fxpar.sharding.op_facts import stated_facts
 
 # Elements of a row that one block may hold.
@@ -186,9 +193,6 @@ class Map:
         return " + ".join(parts)
 
 
-IDENTITY = Map(((1, None, 1),))
-
-
 def strided(shape: Shape, strides: Shape, offset: int = 0) -> Map:
     """Return the map: element of ``shape`` -> ``offset`` + sum of indices times
     ``strides``."""
@@ -216,30 +220,6 @@ def broadcast(source: Shape, target: Shape) -> Map:
     strides = contiguous(tuple(source))
     steps = [0 if n == 1 else s for n, s in zip(source, strides, strict=True)]
     return strided(target, [0] * (len(target) - len(source)) + steps)
-
-
-def permuted(source: Shape, dims: Shape) -> Map:
-    """Return the map: element of the permuted tensor -> that of ``source``."""
-    strides = contiguous(tuple(source))
-    dims = [d % len(source) for d in dims]
-    return strided([source[d] for d in dims], [strides[d] for d in dims])
-
-
-def sliced(source: Shape, dim: int, start: int, result: Shape, step: int = 1) -> Map:
-    """Return the map: element of a slice of shape ``result`` from ``start`` on -> that
-    of ``source``."""
-    strides = list(contiguous(tuple(source)))
-    offset = start * strides[dim]
-    strides[dim] *= step
-    return strided(result, strides, offset)
-
-
-def selected(source: Shape, dim: int, index: int) -> Map:
-    """Return the map: element of ``source`` at one index of ``dim`` -> that of
-    ``source``."""
-    strides = list(contiguous(tuple(source)))
-    offset = index % source[dim] * strides.pop(dim)
-    return strided([n for i, n in enumerate(source) if i != dim], strides, offset)
 
 
 # Views that kernels read through.
@@ -272,30 +252,9 @@ SAME_ORDER = frozenset(
 
 
 def view_map(line: Statement, source: Shape) -> Map:
-    """Return the map of a view of a tensor of shape ``source``."""
+    """Return the map of a view of a tensor of shape ``source``: torch tells where it
+    shows each element."""
     if line.op in SAME_ORDER:
-        return IDENTITY if line.count != 1 else Map(())
-    if line.op == "aten.expand.default":
-        return broadcast(source, line.shape)
-    rank, args = len(source), line.args
-    if line.op == "aten.permute.default":
-        return permuted(source, args[1])
-    if line.op in ("aten.transpose.int", "aten.t.default"):
-        dims = list(range(rank))
-        a, b = args[1:3] if line.op == "aten.transpose.int" else (0, rank - 1)
-        dims[a], dims[b] = dims[b], dims[a]
-        return permuted(source, dims)
-    dim = (args[1] if len(args) > 1 else 0) % rank
-    if line.op == "aten.select.int":
-        return selected(source, dim, args[2])
-    start, step = slice_start(args, source[dim])
-    return sliced(source, dim, start, line.shape, step)
-
-
-def slice_start(args: Sequence[object], size: int, at: int = 2) -> tuple[int, int]:
-    """Return first index and step of a slice; its start is argument ``at``."""
-    argument = args[at] if len(args) > at else None
-    step = args[at + 2] if len(args) > at + 2 else 1
-    start = 0 if argument is None else argument
-    assert isinstance(start, int) and isinstance(step, int)
-    return min(max(start + size if start < 0 else start, 0), size), step
+        return strided(line.shape, contiguous(line.shape))
+    view = op_named(line.op)(torch.empty(source, device="meta"), *line.args[1:])
+    return strided(view.shape, view.stride(), view.storage_offset())

@@ -25,7 +25,6 @@ from fxpar.fusion.kernels.index_arithmetic import (
     broadcast,
     reduction_of,
     reduction_of_output,
-    slice_start,
     strided,
     view_map,
 )
@@ -87,7 +86,8 @@ def _pad(line: Statement, shapes: Shapes) -> list[Choice]:
 def _put_slice(line: Statement, shapes: Shapes) -> list[Choice]:
     base, x = line.args[:2]
     dim = (line.args[2] if len(line.args) > 2 else 0) % len(line.shape)
-    start, step = slice_start(line.args, line.shape[dim], at=3)
+    given = (*line.args[3:], None, None, None)
+    start, _, step = slice(*given[:3]).indices(line.shape[dim])
     if step != 1:
         raise LookupError(f"{line.op} in steps")
     strides = contiguous(shapes[x.name])

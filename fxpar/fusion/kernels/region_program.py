@@ -27,8 +27,6 @@ from torch import fx
 
 from fxpar import _torch
 
-FORMAT = "fxpar region 1"
-
 
 @dataclass(frozen=True)
 class Ref:
@@ -105,18 +103,7 @@ class RegionProgram:
     @cached_property
     def text(self) -> str:
         """Return the program as JSON, which ``parse`` reads."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "ranks": self.ranks,
-                "numbers": self.numbers,
-                "inputs": [_tensor_text(t) for t in self.inputs],
-                "lines": [_line_text(line) for line in self.lines],
-                "outputs": [_tensor_text(t) for t in self.outputs],
-            },
-            separators=(",", ":"),
-            allow_nan=False,
-        )
+        return json.dumps(_encoded(self), separators=(",", ":"), allow_nan=False)
 
     @cached_property
     def hash(self) -> str:
@@ -129,18 +116,12 @@ class RegionProgram:
 
     @staticmethod
     def parse(text: str) -> RegionProgram:
-        """Return the program of a text: inverse of ``text``. Raises ValueError if it is
-        none."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        """Return the program of a text: inverse of ``text``. Raises ValueError or
+        LookupError if it is none."""
+        program = _decoded(json.loads(text))
+        if not isinstance(program, RegionProgram):
             raise ValueError("not the text of a region's program")
-        return RegionProgram(
-            tuple(map(_as_tensor, data["inputs"])),
-            tuple(map(_as_line, data["lines"])),
-            tuple(map(_as_tensor, data["outputs"])),
-            data["numbers"],
-            data["ranks"],
-        )
+        return program
 
     @cached_property
     def title(self) -> str:
@@ -185,6 +166,14 @@ def dtype_of(text: str) -> torch.dtype:
     return dtype
 
 
+def op_named(name: str) -> Callable[..., Any]:
+    """Return the op of a name such as "aten.mul.Tensor"."""
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part)
+    return op
+
+
 def refs_in(x: Any) -> list[str]:
     """Return the names of the values in (nested) arguments."""
     if isinstance(x, Ref):
@@ -224,78 +213,45 @@ def _text_of(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _tensor_text(t: Tensor) -> list[Any]:
-    return [t.name, list(t.shape), list(t.stride), t.dtype]
-
-
-def _as_tensor(row: Any) -> Tensor:
-    name, shape, stride, dtype = row
-    return Tensor(name, tuple(shape), tuple(stride), dtype)
-
-
-def _line_text(line: Statement) -> list[Any]:
-    kwargs = [[k, _encode(v)] for k, v in line.kwargs]
-    shape = list(line.shape)
-    return [line.name, line.op, _encode(line.args), kwargs, shape, line.dtype]
-
-
-def _as_line(row: Any) -> Statement:
-    name, op, args, kwargs, shape, dtype = row
-    pairs = tuple((k, _decode(v)) for k, v in kwargs)
-    return Statement(name, op, _decode(args), pairs, tuple(shape), dtype)
-
-
-def _encode(x: Any) -> Any:
-    if isinstance(x, Ref):
-        return {"value": x.name}
-    if isinstance(x, Number):
-        return {"number": x.index}
-    if isinstance(x, GroupName):
-        return {"group": True}
-    if isinstance(x, torch.dtype):
-        return {"dtype": str(x).removeprefix("torch.")}
-    if isinstance(x, torch.memory_format):
-        return {"layout": str(x).removeprefix("torch.")}
+def _encoded(x: Any) -> Any:
+    """Return data of a program as JSON has it: what JSON lacks is {its kind: it}."""
+    if dataclasses.is_dataclass(x):
+        fields = (getattr(x, f.name) for f in dataclasses.fields(x))
+        return {type(x).__name__: [_encoded(value) for value in fields]}
+    if isinstance(x, (torch.dtype, torch.memory_format)):
+        return {"torch": str(x).removeprefix("torch.")}
     if isinstance(x, (tuple, list)):
-        return [_encode(part) for part in x]
+        return [_encoded(part) for part in x]
     if isinstance(x, float) and not math.isfinite(x):
         return {"float": str(x)}
     assert x is None or isinstance(x, (bool, int, float, str)), x
     return x
 
 
-def _decode(x: Any) -> Any:
+def _decoded(x: Any) -> Any:
+    """Return the data of ``_encoded``."""
     if isinstance(x, list):
-        return tuple(_decode(part) for part in x)
+        return tuple(map(_decoded, x))
     if not isinstance(x, dict):
         return x
     ((kind, value),) = x.items()
-    read: dict[str, Callable[[Any], Any]] = {
-        "value": Ref,
-        "number": Number,
-        "group": lambda _: GroupName(),
-        "dtype": dtype_of,
-        "layout": lambda name: getattr(torch, name),
-        "float": float,
-    }
-    return read[kind](value)
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+    return _RECORDS[kind](*map(_decoded, value))
 
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
-prims = torch.ops.prims
+_RECORDS: dict[str, Callable[..., Any]] = {
+    record.__name__: record
+    for record in (Ref, Number, GroupName, Tensor, Statement, RegionProgram)
+}
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "torch": lambda name: getattr(torch, name),
+    "float": float,
+}
+
 
 # Passed on to an op when a program runs, or of no consequence in it.
 _LEFT_OUT = frozenset({"device", "layout", "pin_memory"})
-
-# A gather on CPU, as ``order_collectives.give_outputs`` leaves it, is a plain one
-# again.
-OWN_GATHER = "fxpar.all_gather_into_tensor.default"
-OWN_WAIT = "fxpar.wait_gather.default"
-_INSTEAD = {
-    OWN_GATHER: "_c10d_functional.all_gather_into_tensor.default",
-    OWN_WAIT: "_c10d_functional.wait_tensor.default",
-}
 
 
 @dataclass(frozen=True)
@@ -324,12 +280,24 @@ def outline(
 ) -> Outline:
     """Return the program of ``members``, of which ``outputs`` are read by others.
     ``ranks_of``: returns the size of a group."""
-    return _Outliner(set(members)).outline(members, outputs, ranks_of)
+    of = _Outliner()
+    for node in members:
+        of.line(node)
+    ordered = tuple(n for n in members if n in outputs)
+    results = (_dense(tensor_of(of.name_of[n], n.meta["val"])) for n in ordered)
+    program = RegionProgram(
+        tuple(of.inputs.values()),
+        tuple(of.lines),
+        tuple(results),
+        len(of.numbers),
+        ranks_of(of.group) if of.group else 1,
+    )
+    numbers = tuple(of.numbers)
+    return Outline(program, tuple(of.inputs), ordered, numbers, of.group, of.names)
 
 
 @dataclass
 class _Outliner:
-    members: set[fx.Node]  # nodes of the region
     name_of: dict[fx.Node, str] = field(default_factory=dict)  # names of values so far
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)  # by node outside
     lines: list[Statement] = field(default_factory=list)  # lines so far
@@ -338,56 +306,24 @@ class _Outliner:
     counts: dict[str, int] = field(default_factory=dict)  # how often a name was given
     names: dict[str, fx.Node] = field(default_factory=dict)  # by names of lines
 
-    def outline(
-        self,
-        members: Sequence[fx.Node],
-        outputs: Collection[fx.Node],
-        ranks_of: Callable[[str], int],
-    ) -> Outline:
-        for node in members:
-            self._line(node)
-        ordered = [n for n in members if n in outputs]
-        results = tuple(
-            _dense(tensor_of(self.name_of[n], n.meta["val"])) for n in ordered
-        )
-        program = RegionProgram(
-            tuple(self.inputs.values()),
-            tuple(self.lines),
-            results,
-            len(self.numbers),
-            ranks_of(self.group) if self.group else 1,
-        )
-        return Outline(
-            program,
-            tuple(self.inputs),
-            tuple(ordered),
-            tuple(self.numbers),
-            self.group,
-            self.names,
-        )
-
-    def _line(self, node: fx.Node) -> None:
+    def line(self, node: fx.Node) -> None:
+        """Add the line of an op."""
         op = op_name(node)
         args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
-        in_group = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
-        if in_group or op == OWN_GATHER:
+        if op.startswith("_c10d_functional.") and isinstance(args[-1], str):
             self.group, args = args[-1], (*args[:-1], GroupName())
         pairs = tuple(
             (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
         )
         encoded = tuple(self._argument(a) for a in args)
         op = {"prims.inductor_random.default": "fxpar.random.default"}.get(op, op)
-        op = _INSTEAD.get(op, op)
-        result = node.args[0] if op_name(node) == OWN_WAIT else node
-        assert isinstance(result, fx.Node)
-        value = result.meta["val"]
-        name = self._name(op)
+        value, name = node.meta["val"], self._name(op)
         tensor = value if isinstance(value, torch.Tensor) else None
         shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
         dtype = _text(tensor.dtype) if tensor is not None else "tuple"
         self.lines.append(Statement(name, op, encoded, pairs, shape, dtype))
-        self.name_of[result] = name
-        self.names[name] = result
+        self.name_of[node] = name
+        self.names[name] = node
 
     def _name(self, op: str) -> str:
         word = op.split(".")[1] if "." in op else op

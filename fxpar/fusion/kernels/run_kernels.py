@@ -38,6 +38,7 @@ from fxpar.fusion.kernels.region_program import (
     Tensor,
     contiguous,
     dtype_of,
+    op_named,
     replaced,
 )
 from fxpar.fusion.kernels.split_at_collectives import (
@@ -163,10 +164,7 @@ def op_of(name: str) -> Callable[..., Any]:
         return _INSTEAD[name]
     if name.startswith("prims."):
         _torch.inductor.inductor_prim("seeds")  # Inductor registers some of them
-    op: Any = torch.ops
-    for part in name.split("."):
-        op = getattr(op, part)
-    return op
+    return op_named(name)
 
 
 ALIGNED = 16  # bytes of the widest load

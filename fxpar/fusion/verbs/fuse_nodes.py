@@ -18,16 +18,19 @@ along the same axes. Never joins nodes that wait for each other.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.fusion.node_legality import CallableRegion as CallableRegion
-from fxpar.fusion.node_legality import UnevenOp, is_message
-from fxpar.fusion.node_legality import arrange as arrange
+from fxpar.fusion.node_legality import (
+    CallableRegion,
+    UnevenOp,
+    arrange,
+    is_message,
+    outlined,
+)
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import REGION, Builder
@@ -58,46 +61,14 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     }
     if len(over) > 1:
         raise refuse("fuse", members[0], f"would communicate along {sorted(over)}")
-    _check_messages(members)
-    return [_outline(edit, members)]
-
-
-def _check_messages(members: list[fx.Node]) -> None:
-    """Raise ScheduleError if a region both sends and receives: it could wait for a
-    value computed from what it sends, and no path in this graph shows that."""
     messages = [node for node in members if is_message(node)]
     if len({node.target for node in messages}) > 1:
+        # It could wait for a value computed from what it sends, by another stage.
         raise refuse("fuse", messages[-1], "is received and sent in one region")
-
-
-def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
-    inside = set(members)
-    read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
-    results = [m for m in members if any(u not in inside for u in m.users)]
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in read:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in members:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    graph.output(tuple(copies[node] for node in results))
-    last = members[-1]
-    with edit.graph.inserting_before(last.next):
-        region = edit.graph.call_function(CallableRegion(graph), tuple(read))
-        region.meta = {"val": tuple(node.meta["val"] for node in results)}
-        region.meta["fxpar_origin"] = last.name
-        for i, node in enumerate(results):
-            item = edit.graph.call_function(operator.getitem, (region, i))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(
-                item, delete_user_cb=lambda user: user not in inside
-            )
-    for node in reversed(members):
-        edit.graph.erase_node(node)
+    results = [m for m in members if any(u not in members for u in m.users)]
+    region, _ = outlined(edit.graph, members, results, CallableRegion)
     arrange(edit.graph)
-    return region
+    return [region]
 
 
 def inline(graph: fx.Graph) -> None:

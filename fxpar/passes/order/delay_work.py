@@ -29,7 +29,7 @@ from torch import fx
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.joinable_collectives import from_inputs
-from fxpar.passes.order.sink_waits import is_chunk
+from fxpar.passes.order.sink_waits import derived_from, is_chunk
 from fxpar.passes.order.small_collectives import is_pure
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
 from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
@@ -76,16 +76,6 @@ def join(call: fx.Node, half: fx.Node) -> None:
     half.replace_all_uses_with(call)
     call.graph.erase_node(half)
     _ask_for(call, mask, values)
-
-
-def computed_of(half: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return ``half`` and the nodes, given in order, that are computed from it only."""
-    alone = {half}
-    for node in nodes:
-        read = node.all_input_nodes
-        if read and alone.issuperset(read):
-            alone.add(node)
-    return alone
 
 
 def _mask(call: fx.Node) -> list[bool]:
@@ -232,7 +222,8 @@ def _movable(
     call = half.prev
     at = since.index(call) + 1
     halved = [*since[:at], half, *since[at:]]
-    movable = _unneeded(node, halved, delayed, computed_of(half, halved[at + 1 :]))
+    computed = derived_from([half], {*halved[at + 1 :]}.__contains__)
+    movable = _unneeded(node, halved, delayed, computed)
     if half not in movable:
         join(call, half)
     return movable

@@ -45,7 +45,7 @@ from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
     BEHIND_BUCKETS,
     DEFAULT,
-    DELAY,
+    LAST,
     PhaseGraph,
     Settings,
     buckets_of,
@@ -330,6 +330,6 @@ class _PhaseOrders:
         if phase.waits:
             buckets = buckets_of(self._joinable, settings)
             join_buckets(phase.graph, phase.build, buckets)
-        for row in (*BEHIND_BUCKETS, DELAY):
+        for row in (*BEHIND_BUCKETS, *LAST):
             row.run(phase.graph, phase)
         return phase.graph

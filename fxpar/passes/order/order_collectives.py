@@ -2,7 +2,7 @@
 wait for them (``delay_work``).
 
 In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
-Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
+Out: the same graph, changed in place by the passes of ``ORDER``, then by ``LAST``:
 rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
 a step. Never: ranks get different orders of collectives; each has the same graph.
 """
@@ -23,13 +23,15 @@ from fxpar.graph.custom_ops import register_lowering
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.delay_work import delay
-from fxpar.passes.order.joinable_collectives import (
-    Joinable,
-    derived_from,
-    from_inputs,
-)
+from fxpar.passes.order.joinable_collectives import Joinable, from_inputs, is_cheap
 from fxpar.passes.order.recompute_in_step import recompute_in_step
-from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
+from fxpar.passes.order.sink_waits import (
+    WAIT,
+    derived_from,
+    is_chunk,
+    sink,
+    sink_waits,
+)
 from fxpar.passes.order.small_collectives import (
     needed,
     start_first,
@@ -96,7 +98,7 @@ def schedule(
     """Run the passes that ``disable`` does not name; the graph is checked once, after
     the last, since many schedules are tried."""
     phase = PhaseGraph(graph, backward, settings)
-    for row in (*ORDER, DELAY):
+    for row in (*ORDER, *LAST):
         if row.name not in disable:
             row.run(graph, phase)
     graph.lint()
@@ -179,7 +181,10 @@ def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
     gathers = [node for node in nodes if node.target is _GATHER]
     if not gathers:
         return 0
-    derived = derived_from(inputs, (_GATHER, WAIT), within=set(nodes))
+    inside, moving = set(nodes), {_GATHER, WAIT}
+    derived = derived_from(
+        inputs, lambda n: n in inside and (is_cheap(n) or n.target in moving)
+    )
     return len(_read_next(gathers, derived))
 
 
@@ -305,7 +310,7 @@ def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:
     return lambda graph, context: function(graph, context.build)
 
 
-# The passes over a phase, in order; regions are fused after them, before ``DELAY``.
+# The passes over a phase, in order; regions are fused after them, before ``LAST``.
 ORDER = (
     Pass("drop_unread", lambda graph, _: drop_unread(graph), optional=False),
     Pass("recompute_in_step", lambda graph, _: recompute_in_step(graph)),
@@ -320,9 +325,11 @@ ORDER = (
     Pass("wait_last", lambda graph, _: wait_last(graph)),
     Pass("prefetch", start_early),
     Pass("drain", lambda graph, _: drain(graph)),
-    Pass("give_outputs", of_build(give_outputs), optional=False),
 )
-DELAY = Pass("delay", lambda graph, _: delay(graph), stage="scheduled")
+LAST = (
+    Pass("give_outputs", of_build(give_outputs), optional=False),
+    Pass("delay", lambda graph, _: delay(graph), stage="scheduled"),
+)
 
 # The passes of ``ORDER`` before "bucket", which do not depend on settings, and after.
 _BUCKETS = [row.name for row in ORDER].index("bucket")
