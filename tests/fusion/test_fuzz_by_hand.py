@@ -14,8 +14,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion import apply_schedule
-from fxpar.fusion.apply_schedule import Unexpected, apply
-from fxpar.fusion.pipeline_stages import apply_stages
+from fxpar.fusion.apply_schedule import Unexpected, apply, apply_stages
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.sharding.spec import Spec

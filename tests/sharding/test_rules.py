@@ -1,5 +1,5 @@
 """Every row of the rule table, tried: each factor of each sample call is split, each
-passage is fed random summands. A row is tested by having a sample; see ``one_op``."""
+passage is fed random summands. A row is tested by having a sample; see ``OneOp``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpar.features.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
-from fxpar.passes.simulate.one_op import (
+from fxpar.passes.simulate.check_user_rules import (
     Case,
     OneOp,
     case,

@@ -4,9 +4,9 @@ A value of a kernel is of one of three kinds: "float" (float32, whatever the ten
 own float is), "int" (int64) or "bool". Integers of fewer bits wrap at their own size,
 as torch's do. A cast to a float of fewer bits rounds; other ops on such floats do not.
 In: a line of a program and the text of its operands. Out: the text of its result. How
-operands are read is a column of the table, so no caller knows single ops. Only ops
-that are left of a program after Inductor's decompositions are in it. Never looks
-at indices (``index_arithmetic``) or at memory (``emit``).
+operands are read is a column of the table, so no caller knows single ops. Only ops that
+are left of a program after Inductor's decompositions are in it. Never looks at indices
+(``placement``) or at memory (``emit``).
 """
 
 from __future__ import annotations

@@ -35,7 +35,13 @@ from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
-from fxpar.fusion.kernels.region_program import RegionProgram, op_name
+from fxpar.fusion.kernels.region_program import (
+    WAIT,
+    ComputeStep,
+    RegionProgram,
+    op_name,
+    stages_of,
+)
 from fxpar.fusion.kernels.select_region import (
     Miss,
     SelectedRegion,
@@ -45,7 +51,6 @@ from fxpar.fusion.kernels.select_region import (
     results_of,
     under_way,
 )
-from fxpar.fusion.kernels.split_at_collectives import WAIT, ComputeStep, stages_of
 from fxpar.fusion.node_legality import arrange
 from fxpar.graph.builder import region_of
 from fxpar.passes.simulate.launches import launches_among

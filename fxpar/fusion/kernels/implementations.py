@@ -38,8 +38,12 @@ from typing import Any
 import torch
 
 from fxpar import _torch, cache_files
-from fxpar.fusion.kernels.region_program import RegionProgram, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
+from fxpar.fusion.kernels.region_program import (
+    CollectiveStep,
+    RegionProgram,
+    dtype_of,
+    stages_of,
+)
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 
 DTYPES = ("float32", "bfloat16")

@@ -29,8 +29,10 @@ import torch
 from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels.emit import Kernel, kernel_of
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import (
+    CannotEmit,
+    CollectiveStep,
+    ComputeStep,
     GroupName,
     Number,
     Ref,
@@ -40,10 +42,6 @@ from fxpar.fusion.kernels.region_program import (
     dtype_of,
     op_named,
     replaced,
-)
-from fxpar.fusion.kernels.split_at_collectives import (
-    CollectiveStep,
-    ComputeStep,
     stages_of,
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
@@ -267,19 +265,23 @@ def run_kernel(
 ) -> dict[str, torch.Tensor]:
     """Run a kernel and return its results, by name; at ``targets`` where that is
     safe."""
-    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = places(kernel, reads, targets, device)
-    scalars = given_numbers(kernel, values, numbers)
-    call(kernel, (*reads, *writes, *scalars), region)
+    arguments, writes = arguments_of(kernel, values, numbers, device, targets)
+    call(kernel, arguments, region)
     return by_name(kernel, writes)
 
 
-def given_numbers(
-    kernel: Kernel, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
-) -> list[float]:
-    """Return the last arguments of a kernel."""
-    alone: list[float] = [values[name].item() for name in kernel.alone]
-    return [*alone, *(numbers[i] for i in kernel.numbers)]
+def arguments_of(
+    kernel: Kernel,
+    values: Mapping[str, torch.Tensor],
+    numbers: Sequence[int],
+    device: torch.device,
+    targets: Mapping[str, torch.Tensor],
+) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """Return the arguments of a kernel, and those of them that it writes."""
+    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = places(kernel, reads, targets, device)
+    alone = (values[name].item() for name in kernel.alone)
+    return (*reads, *writes, *alone, *(numbers[i] for i in kernel.numbers)), writes
 
 
 def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -26,20 +26,22 @@ from torch import fx
 
 from fxpar.fusion.kernels.emit import emit_body
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
-from fxpar.fusion.kernels.index_arithmetic import (
+from fxpar.fusion.kernels.placement import (
     CAST,
+    KNOWN,
     LONGEST,
     SAME_ORDER,
-    CannotEmit,
     reduction_of,
 )
-from fxpar.fusion.kernels.placement import KNOWN
-from fxpar.fusion.kernels.region_program import Outline, op_name, outline
-from fxpar.fusion.kernels.split_at_collectives import (
+from fxpar.fusion.kernels.region_program import (
     MOVES,
     REDUCE_SCATTER,
     WAIT,
+    CannotEmit,
     ComputeStep,
+    Outline,
+    op_name,
+    outline,
     stages_of,
 )
 from fxpar.graph.builder import region_of

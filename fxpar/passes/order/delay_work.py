@@ -30,9 +30,8 @@ from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.joinable_collectives import from_inputs
 from fxpar.passes.order.sink_waits import derived_from, is_chunk
-from fxpar.passes.order.small_collectives import is_pure
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
-from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
+from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -261,3 +260,18 @@ def _unneeded(
         read_longer.update(reads)
         room -= size
     return movable[::-1]
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Return whether an op does nothing but compute its result."""
+    target = node.target
+    if node.op != "call_function" or node.is_impure() or region_of(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return False
+    if target is operator.getitem or is_contraction(target):
+        return True
+    is_core = getattr(target, "namespace", "") in ("aten", "prims")
+    return (
+        is_core and (is_light(target) or is_view(node)) and "assert" not in str(target)
+    )

@@ -25,9 +25,8 @@ from fxpar.fusion.kernels.emit import (
     phase,
 )
 from fxpar.fusion.kernels.expressions import OPS
-from fxpar.fusion.kernels.index_arithmetic import space_of
-from fxpar.fusion.kernels.placement import KNOWN
-from fxpar.fusion.kernels.split_at_collectives import stages_of
+from fxpar.fusion.kernels.placement import KNOWN, space_of
+from fxpar.fusion.kernels.region_program import stages_of
 from fxpar.passes.normalize import random
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import (

@@ -13,7 +13,7 @@ import torch
 from fxpar import cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
-from fxpar.fusion.kernels.index_arithmetic import (
+from fxpar.fusion.kernels.placement import (
     Map,
     Reduction,
     broadcast,
@@ -23,15 +23,13 @@ from fxpar.fusion.kernels.index_arithmetic import (
     view_map,
 )
 from fxpar.fusion.kernels.region_program import (
+    CollectiveStep,
+    ComputeStep,
     Ref,
     RegionProgram,
     Statement,
     contiguous,
     op_named,
-)
-from fxpar.fusion.kernels.split_at_collectives import (
-    CollectiveStep,
-    ComputeStep,
     stages_of,
 )
 from tests.helpers.kernels import samples

@@ -13,8 +13,8 @@ from torch import fx
 
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
+from fxpar.passes.simulate.check_user_rules import OneOp, is_expressible
 from fxpar.passes.simulate.launches import launches_of
-from fxpar.passes.simulate.one_op import OneOp, is_expressible
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
