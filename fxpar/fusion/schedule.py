@@ -318,6 +318,8 @@ def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:
             return name
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+            return -value  # refused with what the verb takes
         case ast.Constant(value=str(value)):
             return value
         case ast.List(elts=elements) | ast.Tuple(elts=elements):

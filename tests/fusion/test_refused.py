@@ -399,6 +399,7 @@ def test_lines_that_do_not_fit(line: str, reason: str) -> None:
     ("line", "reason"),
     [
         ("split(all_reduce, dim=a)", "dim is a, not a number"),
+        ("split(all_reduce, dim=-1)", "dim is -1, not a number that is at least 0"),
         ("split(all_reduce, dim=[mm])", r"dim is \[mm\], not a number"),
         ("split([all_reduce])", r"argument 1 is \[all_reduce\], not the name"),
         ("split()", "0 arguments are given, at least 1"),

@@ -27,7 +27,7 @@ moves a collective on uneven shards.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,11 +47,9 @@ from fxpar.passes.order.joinable_collectives import (
     LARGEST,
     Joinable,
     from_inputs,
-    is_cheap,
 )
 from fxpar.passes.order.sink_waits import (
     WAIT,
-    derived_from,
     is_chunk,
     sink,
     sink_waits,
@@ -192,22 +190,11 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
                     at.prepend(node_needed)
 
 
-def prefetched(ahead: int, started: int) -> int:
-    """Return ``ahead``, limited so that it is equal for all settings that could start
-    more gathers than there are (``started``)."""
-    return max(1, min(ahead, started - 1))
-
-
-def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
-    """Return the most gathers that ``prefetch`` may move in a phase of these nodes;
-    passes before it only reduce their number."""
-    gathers = [node for node in nodes if node.target is _GATHER]
-    if not gathers:
-        return 0
-    inside, moving = set(nodes), {_GATHER, WAIT}
-    derived = derived_from(
-        inputs, lambda n: n in inside and (is_cheap(n) or n.target in moving)
-    )
+def gathers_started(graph: fx.Graph) -> int:
+    """Return the most gathers that ``prefetch`` may move; passes before it only reduce
+    their number."""
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    derived = from_inputs(graph, through=(_GATHER, WAIT)) if gathers else ()
     return len(_read_next(gathers, derived))
 
 
