@@ -41,12 +41,7 @@ from fxpar.passes.order.forward_backward import (
 )
 from fxpar.passes.order.order_collectives import Settings
 from fxpar.passes.simulate.launches import PhaseReader, launches_of
-from fxpar.passes.simulate.simulate_step import (
-    Simulation,
-    Task,
-    Timeline,
-    simulate,
-)
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.cost.hardware_table import (
@@ -56,6 +51,7 @@ from fxpar.sharding.cost.hardware_table import (
     Peak,
     ProductDims,
 )
+from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.ops import FACTS
 from fxpar.sharding.plan import asdict_shallow

@@ -335,7 +335,7 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that a region depends on; also those that change a value before
-    it is read, as the wait of a gather does."""
+    it is read."""
     ancestors: set[fx.Node] = set()
     pending = list(members)
     while pending:

@@ -227,18 +227,6 @@ def _derived_from(roots: set[fx.Node], phases: PhasesAsRun) -> set[fx.Node]:
     return derived
 
 
-__all__ = [
-    "COMPUTE",
-    "Event",
-    "LiveTensor",
-    "Simulation",
-    "Task",
-    "Timeline",
-    "Traffic",
-    "launch_seconds",
-    "simulate",
-]
-
 # The stream of a rank's launches; the prefix of that of all launches at a place of a
 # pipeline.
 COMPUTE, PLACE_STREAM = "compute", "place"
