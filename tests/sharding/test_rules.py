@@ -20,7 +20,6 @@ from fxpar.passes.simulate.check_user_rules import (
     Case,
     OneOp,
     case,
-    is_expressible,
     passing,
     reductions_of,
 )
@@ -29,7 +28,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import Row, keys
 from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, sources
 from fxpar.sharding.ops.reduction import over, over_all
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, fits
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
 
 SAMPLES: dict[Any, list] = {}
@@ -135,7 +134,7 @@ def unequal(one: OneOp, rule: Rule) -> Iterator[Case | None]:
             mesh = Mesh((("x", len(shares)),), shares=(shares,))
             strategy = Strategy(((factor, ("x",)),))
             whole = found is None or len(found[0].axes) == 1
-            if whole and rule.size[factor] and is_expressible(rule, strategy, mesh):
+            if whole and rule.size[factor] and fits(rule, strategy.axes_of, mesh):
                 yield mesh, strategy
 
 
@@ -208,8 +207,8 @@ def test_every_sample_has_a_row() -> None:
 def test_a_minor_factor_is_split_only_below_complete_ones() -> None:
     rule = parse_rule("a b -> (a b)").with_sizes([(2, 4), (8,)])
     mesh = Mesh.parse("x=2,y=2")
-    assert not is_expressible(rule, Strategy((("b", ("x",)),)), mesh)
-    assert is_expressible(rule, Strategy((("b", ("x",)), ("a", ("y",)))), mesh)
+    assert not fits(rule, {"b": ("x",)}, mesh)
+    assert fits(rule, {"b": ("x",), "a": ("y",)}, mesh)
 
 
 def added_by_every_rank(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> str:

@@ -90,7 +90,6 @@ class Kernel:
     # be added up.
     sums: frozenset[str]
     numbers: tuple[int, ...]  # indices among the program's integers
-    space: Space  # the elements that it runs over
     programs: int  # size of the grid
     warps: int  # warps of a block
     # Values that are read or written only element by element, and in one loop -> the
@@ -151,7 +150,6 @@ def assembled(
         writes,
         frozenset(x for body in bodies for x in body.sums),
         numbers,
-        space,
         programs,
         warps_of(space),
         loops_of(bodies),

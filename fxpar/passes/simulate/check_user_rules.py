@@ -190,11 +190,6 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype.itemsize == 1 and x.is_floating_point() else x
 
 
-def is_expressible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
-    """Return whether every tensor can be laid out as the strategy wants it."""
-    return fits(rule, strategy.axes_of, mesh)
-
-
 def summands(
     x: torch.Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator
 ) -> list[torch.Tensor]:
@@ -299,7 +294,7 @@ def case(
         tuple((f, tuple(axis for axis, _ in pairs)) for f, pairs in split.items()),
         passes,
     )
-    return (mesh, strategy) if is_expressible(rule, strategy, mesh) else None
+    return (mesh, strategy) if fits(rule, strategy.axes_of, mesh) else None
 
 
 def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
