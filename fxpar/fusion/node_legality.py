@@ -99,11 +99,6 @@ def is_message(node: fx.Node) -> bool:
     return node.target in collective_nodes.MESSAGES
 
 
-def _is_row_exchange(node: fx.Node) -> bool:
-    """Return whether ranks exchange exact numbers of rows, which the host waits for."""
-    return node.target in EXACT
-
-
 def has_meeting(node: fx.Node) -> bool:
     """Return whether ranks meet in an op that is no step, and neither one of
     ``PRODUCTS`` nor of ``EXACT``."""
@@ -139,10 +134,6 @@ def _has_opaque_graphs(node: fx.Node) -> bool:
     return any(has_meeting(n) or _is_write(n) for n in inside)
 
 
-def _is_no_op(node: fx.Node) -> bool:
-    return node.op in ("call_method", "call_module")
-
-
 # (which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
@@ -166,7 +157,11 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
         "runs graphs of its own, which no verb edits",
         "trace what it does without it",
     ),
-    (_is_no_op, "is no op", "trace the graph with make_fx(..., tracing_mode='fake')"),
+    (
+        lambda node: node.op in ("call_method", "call_module"),
+        "is no op",
+        "trace the graph with make_fx(..., tracing_mode='fake')",
+    ),
 )
 
 
@@ -189,7 +184,11 @@ _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
         is_drawn_from_generator,
         "would draw random numbers in another order",
     ),
-    "exchange": (_is_row_exchange, "would send rows in another order"),
+    # Ranks exchange exact numbers of rows, which the host waits for.
+    "exchange": (
+        lambda node: node.target in EXACT,
+        "would send rows in another order",
+    ),
     "message": (is_message, "would send or receive in another order"),
 }
 

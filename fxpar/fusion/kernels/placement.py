@@ -345,12 +345,6 @@ _CHOICES: dict[str, Callable[[Statement, Shapes], list[Choice]]] = {
 CHOICES = frozenset(_CHOICES)
 
 
-def choices_of(line: Statement, shapes: Shapes) -> list[Choice]:
-    """Return the parts of a line's result. Raises LookupError for a line without a
-    form."""
-    return _CHOICES[line.op](line, shapes)
-
-
 # Ops without operands, needed at any place.
 FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
 RANDOM = "fxpar.random.default"
@@ -483,7 +477,7 @@ class Needs:
             shapes = {n: self.program.values[n].shape for n in line.refs}
             self.chosen[line.name, place.text] = [
                 self._choose(part, place, line)
-                for part in formed(line, choices_of, line, shapes)
+                for part in formed(line, _CHOICES[line.op], line, shapes)
             ]
         elif line.op == SEED:
             self.places_of.setdefault(line.refs[0], {})

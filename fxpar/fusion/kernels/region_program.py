@@ -323,7 +323,9 @@ class _Outliner:
     def line(self, node: fx.Node) -> None:
         """Add the line of an op."""
         op = op_name(node)
-        args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
+        args, kwargs = node.args, node.kwargs
+        if op in _RECAST:
+            args, kwargs = _RECAST[op](self._number, *args), {}
         if op.startswith("_c10d_functional.") and isinstance(args[-1], str):
             self.group, args = args[-1], (*args[:-1], GroupName())
         pairs = tuple(
@@ -377,38 +379,23 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Recast = Callable[[fx.Node, Callable[[int], Number]], tuple[tuple[Any, ...], Any]]
-
-
-def _as_it_is(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    return node.args, node.kwargs
-
-
-def _draw(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments with numbers for the begin of the slice, which differs
-    between ranks."""
-    size, seed, mode, whole, offset = node.args
-    return (size, seed, mode, whole, [number(x) for x in offset]), {}
-
-
-def _draw_whole(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments of our op for Inductor's own, which compiled draws the
-    same."""
-    size, seed, mode = node.args
-    return (size, seed, mode, size, [0] * len(size)), {}
-
-
-def _seed(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments with a number for the seed's index, which differs between
-    layers."""
-    seeds, index = node.args
-    return (seeds, number(index)), {}
-
-
-_RECAST: dict[str, Recast] = {
-    "fxpar.random.default": _draw,
-    "prims.inductor_random.default": _draw_whole,
-    "prims.inductor_lookup_seed.default": _seed,
+# Op -> (what makes a number of an integer, its arguments) -> those of a line. Numbers
+# are where the slice of a draw begins, which differs between ranks, and the index of a
+# seed, which differs between layers. Inductor's own op for draws that were compiled is
+# ours of all elements.
+_RECAST: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "fxpar.random.default": lambda number, size, seed, mode, whole, offset: (
+        *(size, seed, mode, whole),
+        [number(x) for x in offset],
+    ),
+    "prims.inductor_random.default": lambda number, size, seed, mode: (
+        *(size, seed, mode, size),
+        [0] * len(size),
+    ),
+    "prims.inductor_lookup_seed.default": lambda number, seeds, index: (
+        seeds,
+        number(index),
+    ),
 }
 
 

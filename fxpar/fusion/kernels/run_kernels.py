@@ -193,7 +193,10 @@ def run(
             continue
         kernel = compiled(step.program, device.type, alone)
         if kernel is None:
-            values |= _interpreted(step.program, values, numbers)
+            part = step.program
+            given = [values[t.name] for t in part.inputs]
+            parts = interpret(part, given, numbers)
+            values |= zip((t.name for t in part.outputs), parts, strict=True)
             continue
         # A later part could read what an earlier one overwrites.
         into_here = targets if i == last else {}
@@ -245,14 +248,6 @@ def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tenso
     args = replaced(step.line.args[1:], lambda _: group)
     result = op_of(step.line.op)(operand.contiguous(), *args)
     return torch.ops._c10d_functional.wait_tensor(result)
-
-
-def _interpreted(
-    part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """Return the results of a part, by name, without a kernel."""
-    results = interpret(part, [values[t.name] for t in part.inputs], numbers)
-    return dict(zip((t.name for t in part.outputs), results, strict=True))
 
 
 def run_kernel(

@@ -350,7 +350,8 @@ class _Growth:
             node = node.prev
 
     def _absorb(self, node: fx.Node) -> None:
-        stages = {self._read_at(u) for u in node.users}
+        # How many collectives are done when a user reads it.
+        stages = {0 if u is self.collective else self.members[u] for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
             return
         if region_of(node) != self.schedule_region:
@@ -371,10 +372,6 @@ class _Growth:
                 self.ends.discard(node)
                 return
         self.members[node] = stage
-
-    def _read_at(self, user: fx.Node) -> int:
-        """Return how many collectives are done when ``user`` reads a member."""
-        return 0 if user is self.collective else self.members[user]
 
     def trimmed(self) -> list[fx.Node]:
         """Return members in order, without views at the border: those cost nothing

@@ -146,7 +146,11 @@ def overlap(
             if results is not None:
                 return results
     if fused:
-        _check_alone(starts[0], chunks, dim, ring)
+        if any(other is not None for other in (chunks, dim, ring)):
+            why = "is fused with its collective, which has no chunks of its own"
+            raise refuse(
+                "overlap", starts[0], why, fix="leave out chunks, dim and ring"
+            )
         if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:
             return _fused_gather(edit, starts[0], ends)
         if len(ends) == 1 and ends[0].target is collective_nodes.reduce_scatter:
@@ -160,12 +164,6 @@ def overlap(
         how = _Chunking(edit, ends[0], chunks, dim, ring)
         return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
-
-
-def _check_alone(node: fx.Node, *others: int | None) -> None:
-    if any(other is not None for other in others):
-        why = "is fused with its collective, which has no chunks of its own"
-        raise refuse("overlap", node, why, fix="leave out chunks, dim and ring")
 
 
 # Collectives that chunks may begin with, or end with; a gather that ends them is one
