@@ -162,8 +162,8 @@ class Verb:
         try:
             return kind.read(edit, argument)
         except Unfit:
-            given = _written(argument)
-            raise self.unfit(line, f"{name} is {given}, not {kind.text}") from None
+            why = f"{name} is {_written(argument)}, not {kind.text}"
+            raise self.unfit(line, why) from None
 
     def unfit(self, line: Line, why: str) -> ScheduleError:
         """Return the error of a line that does not say what the verb takes."""
@@ -265,8 +265,8 @@ def _with_settings(settings: Settings, line: Line) -> Settings:
     setting = SETTINGS[line.verb]
     try:
         if line.arguments or line.gives:
-            given = line.arguments or line.gives
-            raise setting.unfit(line, f"it takes no nodes, and is given {given}")
+            nodes = line.arguments or line.gives
+            raise setting.unfit(line, f"it takes no nodes, and is given {nodes}")
         _, options = setting.read(None, line)
     except ScheduleError as error:
         error.add_note(f"in the schedule: {line_text(line)}")

@@ -488,7 +488,6 @@ def test_names_that_other_nodes_have_or_get(given: str) -> None:
         "split(a) -> b, b",
         "a.b(c)",
         "split(a[0])",
-        "split(a, dim=-1)",
     ],
 )
 def test_lines_that_cannot_be_read(line: str) -> None:

@@ -312,8 +312,8 @@ def _pad(line: Statement, shapes: Shapes) -> list[Choice]:
 def _put_slice(line: Statement, shapes: Shapes) -> list[Choice]:
     base, x = line.args[:2]
     dim = (line.args[2] if len(line.args) > 2 else 0) % len(line.shape)
-    given = (*line.args[3:], None, None, None)
-    start, _, step = slice(*given[:3]).indices(line.shape[dim])
+    ends = (*line.args[3:], None, None, None)
+    start, _, step = slice(*ends[:3]).indices(line.shape[dim])
     if step != 1:
         raise LookupError(f"{line.op} in steps")
     strides = contiguous(shapes[x.name])

@@ -194,8 +194,8 @@ def run(
         kernel = compiled(step.program, device.type, alone)
         if kernel is None:
             part = step.program
-            given = [values[t.name] for t in part.inputs]
-            parts = interpret(part, given, numbers)
+            operands = [values[t.name] for t in part.inputs]
+            parts = interpret(part, operands, numbers)
             values |= zip((t.name for t in part.outputs), parts, strict=True)
             continue
         # A later part could read what an earlier one overwrites.
