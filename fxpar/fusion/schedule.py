@@ -298,7 +298,8 @@ def _read(text: str, number: int) -> Line:
         raise bad from error
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
         raise bad
-    if any(keyword.arg is None for keyword in tree.keywords):
+    names = {keyword.arg for keyword in tree.keywords}
+    if None in names or len(names) < len(tree.keywords):
         raise bad
     return Line(
         tree.func.id,

@@ -488,6 +488,7 @@ def test_names_that_other_nodes_have_or_get(given: str) -> None:
         "split(a) -> b, b",
         "a.b(c)",
         "split(a[0])",
+        "split(a, dim=0, dim=1)",
     ],
 )
 def test_lines_that_cannot_be_read(line: str) -> None:
