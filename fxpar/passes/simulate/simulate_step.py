@@ -28,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
@@ -417,7 +416,6 @@ def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
 def _events(
     launches: Sequence[Launch], work: _LaunchTasks, times: Simulation
 ) -> tuple[Event, ...]:
-    lines = _Lines()
     out = []
     for i, launch in enumerate(launches):
         node = launch.nodes[-1]
@@ -435,23 +433,10 @@ def _events(
                 len(launch.nodes),
                 launch.of.name if launch.of is not None else None,
                 node.meta.get("fxpar_origin"),
-                lines.of(node),
+                user_line(node),
             )
         )
     return tuple(out)
-
-
-class _Lines:
-    """Finds the user's lines of nodes, each stack trace read once."""
-
-    def __init__(self) -> None:
-        self.text_of: dict[Any, str | None] = {}
-
-    def of(self, node: fx.Node) -> str | None:
-        trace = node.meta.get("stack_trace")
-        if trace not in self.text_of:
-            self.text_of[trace] = user_line(node)
-        return self.text_of[trace]
 
 
 def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
@@ -488,10 +473,9 @@ def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float
 
 def _largest(live: Residency) -> tuple[LiveTensor, ...]:
     """Return the largest tensors at the peak."""
-    lines = _Lines()
     there = sorted(live.at(live.peak[1]), key=lambda buffer: -buffer.nbytes)
     return tuple(
-        LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
+        LiveTensor(b.node.name, b.nbytes, user_line(b.node)) for b in there[:LARGEST]
     )
 
 
