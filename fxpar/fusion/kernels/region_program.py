@@ -33,6 +33,8 @@ from torch import fx
 
 from fxpar import _torch
 
+FORMAT = "fxpar region 1"
+
 
 class CannotEmit(Exception):
     """Says that kernels of one space cannot have a line: ``line``, ``why``."""
@@ -117,7 +119,18 @@ class RegionProgram:
     @cached_property
     def text(self) -> str:
         """Return the program as JSON, which ``parse`` reads."""
-        return json.dumps(_encoded(self), separators=(",", ":"), allow_nan=False)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "ranks": self.ranks,
+                "numbers": self.numbers,
+                "inputs": list(map(_row, self.inputs)),
+                "lines": list(map(_row, self.lines)),
+                "outputs": list(map(_row, self.outputs)),
+            },
+            separators=(",", ":"),
+            allow_nan=False,
+        )
 
     @cached_property
     def hash(self) -> str:
@@ -130,12 +143,17 @@ class RegionProgram:
 
     @staticmethod
     def parse(text: str) -> RegionProgram:
-        """Return the program of a text: inverse of ``text``. Raises ValueError or
-        LookupError if it is none."""
-        program = _decoded(json.loads(text))
-        if not isinstance(program, RegionProgram):
+        """Return the program of a text: inverse of ``text``. Raises ValueError if it is
+        none."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("not the text of a region's program")
-        return program
+        inputs, outputs = (
+            tuple(Tensor(*map(_decoded, row)) for row in data[key])
+            for key in ("inputs", "outputs")
+        )
+        lines = tuple(Statement(*map(_decoded, row)) for row in data["lines"])
+        return RegionProgram(inputs, lines, outputs, data["numbers"], data["ranks"])
 
     @cached_property
     def title(self) -> str:
@@ -227,13 +245,23 @@ def _text_of(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
+def _row(x: Tensor | Statement) -> list[Any]:
+    """Return the fields of a record as JSON has them."""
+    return [_encoded(getattr(x, f.name)) for f in dataclasses.fields(x)]
+
+
 def _encoded(x: Any) -> Any:
     """Return data of a program as JSON has it: what JSON lacks is {its kind: it}."""
-    if dataclasses.is_dataclass(x):
-        fields = (getattr(x, f.name) for f in dataclasses.fields(x))
-        return {type(x).__name__: [_encoded(value) for value in fields]}
-    if isinstance(x, (torch.dtype, torch.memory_format)):
-        return {"torch": str(x).removeprefix("torch.")}
+    if isinstance(x, Ref):
+        return {"value": x.name}
+    if isinstance(x, Number):
+        return {"number": x.index}
+    if isinstance(x, GroupName):
+        return {"group": True}
+    if isinstance(x, torch.dtype):
+        return {"dtype": str(x).removeprefix("torch.")}
+    if isinstance(x, torch.memory_format):
+        return {"layout": str(x).removeprefix("torch.")}
     if isinstance(x, (tuple, list)):
         return [_encoded(part) for part in x]
     if isinstance(x, float) and not math.isfinite(x):
@@ -249,17 +277,15 @@ def _decoded(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     ((kind, value),) = x.items()
-    if kind in _SCALARS:
-        return _SCALARS[kind](value)
-    return _RECORDS[kind](*map(_decoded, value))
+    return _KINDS[kind](value)
 
 
-_RECORDS: dict[str, Callable[..., Any]] = {
-    record.__name__: record
-    for record in (Ref, Number, GroupName, Tensor, Statement, RegionProgram)
-}
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    "torch": lambda name: getattr(torch, name),
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "value": Ref,
+    "number": Number,
+    "group": lambda _: GroupName(),
+    "dtype": dtype_of,
+    "layout": lambda name: getattr(torch, name),
     "float": float,
 }
 
