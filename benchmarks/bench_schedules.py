@@ -29,7 +29,7 @@ import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose
-from fxpar.fusion.collective_window import shapes_of
+from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.graph import collective_nodes
 from fxpar.passes.order.forward_backward import as_run

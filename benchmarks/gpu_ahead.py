@@ -27,8 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.region_program import RegionProgram
-from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
+from fxpar.fusion.kernels.region_program import ComputeStep, RegionProgram, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider
 
 # Of parts of several processes, or with a group: what of them launches kernels.

@@ -24,8 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.region_program import Ref, RegionProgram, outline
-from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
+from fxpar.fusion.kernels.region_program import (
+    CollectiveStep,
+    Ref,
+    RegionProgram,
+    outline,
+    stages_of,
+)
 from fxpar.sharding.cost.op import is_view
 
 c10d = torch.ops._c10d_functional

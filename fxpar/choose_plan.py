@@ -29,8 +29,12 @@ from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
-from fxpar.passes.simulate.peak_memory import optimizer_bytes
-from fxpar.passes.simulate.simulate_step import Timeline, predict_step, simulate
+from fxpar.passes.simulate.simulate_step import (
+    Timeline,
+    optimizer_bytes,
+    predict_step,
+    simulate,
+)
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import meeting, presence

@@ -34,7 +34,7 @@ from fxpar.passes.order.bucket_collectives import copy_into_buckets
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.hand_over import hand_over
 from fxpar.passes.order.order_collectives import (
-    DELAY,
+    LAST,
     ORDER,
     Pass,
     Run,
@@ -166,7 +166,7 @@ PHASE = with_features(
     (
         *ORDER,
         Pass("fuse_regions", lowering_steps.fuse_regions),
-        DELAY,
+        *LAST,
         _always(
             "hand_over",
             lambda graph, s: hand_over(graph, s.gradients),

@@ -19,7 +19,7 @@ from fxpar.config import Options
 from fxpar.errors import OptionError
 from fxpar.features import FEATURES
 from fxpar.graph.builder import copy_of
-from fxpar.passes.order.order_collectives import DELAY, ORDER
+from fxpar.passes.order.order_collectives import LAST, ORDER
 from fxpar.pipeline import PHASE, STEPS
 from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
@@ -40,7 +40,11 @@ DENSE = [
     *("insert_reshards", "localize", "schedule", "lower", "sink_waits"),
     *("reshard_after_forward", "describe", "keep_plan"),
 ]
-EAGER_PHASE = [*(row.name for row in ORDER), "fuse_regions", "delay"]
+EAGER_PHASE = [
+    *(row.name for row in ORDER),
+    "fuse_regions",
+    *(row.name for row in LAST),
+]
 
 
 def layers() -> nn.Module:
@@ -88,7 +92,7 @@ def test_rows_of_features_are_in_the_list() -> None:
 
 def test_a_prediction_runs_the_steps_of_a_phase() -> None:
     names = [step.name for step in PHASE]
-    predicted = [row.name for row in (*ORDER, DELAY)]
+    predicted = [row.name for row in (*ORDER, *LAST)]
     only_compiled = {"fuse_regions", "outline_layers", "copy_together"}
     only_compiled |= {"hand_over", "compare_places"}
     assert [name for name in names if name not in only_compiled] == predicted

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxpar.passes.simulate.launches import launches_of, source_of
-from fxpar.passes.simulate.peak_memory import optimizer_bytes, residency
-from fxpar.passes.simulate.simulate_step import simulate
+from fxpar.passes.simulate.simulate_step import optimizer_bytes, residency, simulate
 from fxpar.sharding.cost.fused_kernels import Launches
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.plan import Plan

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpar.fusion.apply_schedule import apply
-    from fxpar.fusion.pipeline_stages import apply_stages
+    from fxpar.fusion.apply_schedule import apply, apply_stages
     from fxpar.fusion.schedule import Schedule
 
 __all__ = ["Schedule", "apply", "apply_stages"]
@@ -17,7 +16,7 @@ __all__ = ["Schedule", "apply", "apply_stages"]
 _ENTRIES = {
     "Schedule": "schedule",
     "apply": "apply_schedule",
-    "apply_stages": "pipeline_stages",
+    "apply_stages": "apply_schedule",
 }
 
 

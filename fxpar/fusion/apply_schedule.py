@@ -6,16 +6,23 @@ given one. A verb that would change a number raises ScheduleError with the node,
 user's line and the reason; any other failure in a verb is a ScheduleError too, with the
 line of the schedule. Never changes the given graph.
 
-``TAKES`` is the one table of the arguments that verbs take, to which features add
-theirs, as to ``VERBS``. A line that says anything
-else is refused with the line, what is wrong and the form it has, so that verbs check
-only what depends on the graph.
+``VERBS`` is the one table of verbs and of the arguments that they take, to which
+features add theirs. A line that says anything else is refused with the line, what is
+wrong and the form it has, so that verbs check only what depends on the graph.
+
+``apply_stages``. In: a schedule, and for each position along one axis of the mesh the
+local graph that ranks there run; they send and receive (functional isend, irecv) along
+that axis, and peers are positions along it. Out: new graphs; each line was applied to
+every graph that has the nodes or the message it names. The messages of two stages must
+agree in order, tag, shape and dtype before the first line and after the last: NCCL
+matches them by order alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,15 +32,20 @@ from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.node_legality import close
-from fxpar.fusion.schedule import SETTINGS, Argument, Line, Schedule, line_text
-from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.verbs import (
-    fuse_nodes,
-    gathers,
-    overlap,
-    reorder,
-    send_recv,
+from fxpar.fusion.schedule import (
+    SETTINGS,
+    Argument,
+    Kind,
+    Line,
+    Schedule,
+    Unfit,
+    Verb,
+    line_text,
+    number,
 )
+from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.verbs import fuse_nodes, gathers, overlap, reorder, send_recv
+from fxpar.fusion.verbs.send_recv import content, messages, with_tag
 from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import writes_as_results
 from fxpar.passes.lower import lower_graph
@@ -43,35 +55,9 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 
-class _Unfit(Exception):
-    """Is raised when an argument is of another kind than a verb takes."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Is a kind of argument that verbs take."""
-
-    text: str  # how errors describe it
-    # Returns the value that a verb is called with, or raises ``_Unfit``.
-    read: Callable[[Edit, Argument], Any]
-
-
-@dataclass(frozen=True)
-class Takes:
-    """Holds the arguments that a verb takes."""
-
-    form: str  # an example, as a user writes it
-    nodes: tuple[Kind, ...] = ()  # nodes that must be given, in order
-    optional: Kind | None = None  # one more node that may be given
-    further: Kind | None = None  # any number of nodes after those
-    # Options, given by keyword.
-    options: Mapping[str, Kind] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # options that must be given
-
-
 def _node(edit: Edit, argument: Argument) -> fx.Node:
     if not isinstance(argument, str):
-        raise _Unfit
+        raise Unfit
     node = edit.node(argument)
     if node_legality.is_closed(node):
         what = f"{node.name} has shards of unequal sizes, which a schedule cannot edit"
@@ -82,7 +68,7 @@ def _node(edit: Edit, argument: Argument) -> fx.Node:
 
 def _nodes(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
     if not isinstance(argument, tuple) or not argument:
-        raise _Unfit
+        raise Unfit
     return tuple(_node(edit, name) for name in argument)
 
 
@@ -93,149 +79,62 @@ def _ends(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
 def _axes(_: Edit, argument: Argument) -> tuple[str, ...]:
     names = tuple(argument.split("_and_")) if isinstance(argument, str) else ()
     if not names or len(set(names)) < len(names):
-        raise _Unfit
+        raise Unfit
     return names
-
-
-def _number(least: int, most: int | None = None) -> Kind:
-    def read(_: Edit, argument: Argument) -> int:
-        over = most is not None and isinstance(argument, int) and argument > most
-        if not isinstance(argument, int) or argument < least or over:
-            raise _Unfit
-        return argument
-
-    if most is None:
-        return Kind(f"a number that is at least {least}", read)
-    return Kind(f"{least} or {most}", read)
 
 
 NODE = Kind("the name of a node", _node)
 _NODES = Kind("a list of names of nodes, [a, b]", _nodes)
 _ENDS = Kind("the name of a node, or a list of names", _ends)
 _AXES = Kind("axes, each once, joined by _and_ as in tp_and_sp", _axes)
-_DIM = _number(0)
+_DIM = number(0)
 
-TAKES: dict[str, Takes] = {
-    "split": Takes("split(ar, dim=1) -> rs, ag", (NODE,), options={"dim": _DIM}),
-    "cut": Takes(
+# Verbs are described where they are defined.
+VERBS: dict[str, Verb] = {
+    "split": Verb(
+        "split(ar, dim=1) -> rs, ag", gathers.split, (NODE,), options={"dim": _DIM}
+    ),
+    "cut": Verb(
         "cut(w, axes=tp, dim=0) -> part, ag",
+        gathers.cut,
         (NODE,),
         options={"axes": _AXES, "dim": _DIM},
         needs=("axes",),
     ),
-    "hierarchical": Takes(
+    "hierarchical": Verb(
         "hierarchical(ar, inner=tp, outer=dp, dim=0) -> rs, ar, ag",
+        gathers.hierarchical,
         (NODE,),
         options={"inner": _AXES, "outer": _AXES, "dim": _DIM},
         needs=("inner", "outer"),
     ),
-    "merge": Takes("merge(ag, ag_1) -> ag", (NODE, NODE), further=NODE),
-    "drop": Takes("drop(ag)", (NODE,), further=NODE),
-    "hoist": Takes("hoist(ag)", (NODE,)),
-    "sink": Takes("sink(ag)", (NODE,)),
-    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, NODE), further=NODE),
-    "as_slice": Takes("as_slice(m, ag)", (NODE,), optional=NODE),
-    "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),
-    "overlap": Takes(
+    "merge": Verb("merge(ag, ag_1) -> ag", gathers.merge, (NODE, NODE), further=NODE),
+    "drop": Verb("drop(ag)", gathers.drop, (NODE,), further=NODE),
+    "hoist": Verb("hoist(ag)", gathers.hoist, (NODE,)),
+    "sink": Verb("sink(ag)", gathers.sink, (NODE,)),
+    "reorder": Verb(
+        "reorder([a, b], ag) -> ag_1", reorder.reorder, (_NODES, NODE), further=NODE
+    ),
+    "as_slice": Verb("as_slice(m, ag)", gathers.as_slice, (NODE,), optional=NODE),
+    "fuse": Verb("fuse([a, b]) -> region", fuse_nodes.fuse, (_NODES,)),
+    "overlap": Verb(
         "overlap(ag, [mm, mm_1], chunks=4)",
+        overlap.overlap,
         (_ENDS, _ENDS),
         options={
-            "chunks": _number(2),
+            "chunks": number(2),
             "dim": _DIM,
-            "ring": _number(1, 2),
-            "fused": _number(0, 1),
+            "ring": number(1, 2),
+            "fused": number(0, 1),
         },
     ),
-    "bucket": Takes("bucket([c, c_1]) -> c", (_NODES,)),
-    "share": Takes(
+    "bucket": Verb("bucket([c, c_1]) -> c", fuse_nodes.bucket, (_NODES,)),
+    "share": Verb(
         "share(axes=tp, tag=0, dim=0)",
-        options={"axes": _AXES, "tag": _number(0), "dim": _DIM},
+        send_recv.share,
+        options={"axes": _AXES, "tag": number(0), "dim": _DIM},
         needs=("axes",),
     ),
-}
-
-
-def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments and options to call a verb of ``TAKES`` with.
-
-    Raises ScheduleError.
-    """
-    takes = TAKES[line.verb]
-    kinds = _kinds(takes, line)
-    values = [
-        _value(edit, line, kind, f"argument {i}", argument)
-        for i, (kind, argument) in enumerate(zip(kinds, line.arguments, strict=True), 1)
-    ]
-    options = {}
-    for name, argument in line.options:
-        if name not in takes.options:
-            names = ", ".join(takes.options) or "none"
-            raise _unfit(line, f"{name}= is not one of its options ({names})")
-        options[name] = _value(edit, line, takes.options[name], name, argument)
-    missing = [name for name in takes.needs if name not in options]
-    if missing:
-        raise _unfit(line, f"{missing[0]}= is missing")
-    _check_once(line, values)
-    return values, options
-
-
-def _kinds(takes: Takes, line: Line) -> list[Kind]:
-    """Return the kind of each argument of a line. Raises ScheduleError if there are too
-    few, or too many."""
-    count, fixed = len(line.arguments), len(takes.nodes)
-    if count < fixed:
-        raise _unfit(line, f"{count} arguments are given, at least {fixed} are needed")
-    kinds = [*takes.nodes, *((takes.optional,) if takes.optional else ())]
-    if count > len(kinds) and takes.further is None:
-        raise _unfit(line, f"{count} arguments are given, of at most {len(kinds)}")
-    kinds += [takes.further] * (count - len(kinds)) if takes.further else []
-    return kinds[:count]
-
-
-def _value(edit: Edit, line: Line, kind: Kind, name: str, argument: Argument) -> Any:
-    try:
-        return kind.read(edit, argument)
-    except _Unfit:
-        text = f"[{', '.join(argument)}]" if isinstance(argument, tuple) else argument
-        raise _unfit(line, f"{name} is {text}, not {kind.text}") from None
-
-
-def _check_once(line: Line, values: list[Any]) -> None:
-    """Raise ScheduleError if a line names a node twice."""
-    seen = set[fx.Node]()
-    for node in _each(values):
-        if node in seen:
-            raise _unfit(line, f"{node.name} is named twice")
-        seen.add(node)
-
-
-def _each(values: list[Any]) -> Iterator[fx.Node]:
-    for value in values:
-        yield from value if isinstance(value, tuple) else (value,)
-
-
-def _unfit(line: Line, why: str) -> ScheduleError:
-    return ScheduleError(
-        f"{line_text(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
-    )
-
-
-# verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
-# Verbs are described where they are defined; ``TAKES`` holds what their lines may say.
-VERBS: dict[str, Callable[..., list[fx.Node]]] = {
-    "split": gathers.split,
-    "cut": gathers.cut,
-    "hierarchical": gathers.hierarchical,
-    "merge": gathers.merge,
-    "drop": gathers.drop,
-    "hoist": gathers.hoist,
-    "sink": gathers.sink,
-    "reorder": reorder.reorder,
-    "as_slice": gathers.as_slice,
-    "fuse": fuse_nodes.fuse,
-    "overlap": overlap.overlap,
-    "bucket": fuse_nodes.bucket,
-    "share": send_recv.share,
 }
 
 
@@ -362,8 +261,10 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:
-        arguments, options = read(edit, line)
-        results = VERBS[line.verb](edit, *arguments, **options)
+        verb = VERBS[line.verb]
+        arguments, options = verb.read(edit, line)
+        assert verb.run is not None
+        results = verb.run(edit, *arguments, **options)
         edit.trace_anew()
         _name(edit, line, results)
         if check:
@@ -388,3 +289,151 @@ def _name(edit: Edit, line: Line, results: Sequence[fx.Node]) -> None:
         )
     for name, node in zip(line.gives, results, strict=False):
         edit.call(node, name)
+
+
+def apply_stages(
+    schedule: Schedule | str,
+    graphs: Sequence[fx.Graph | fx.GraphModule],
+    mesh: Mesh | str,
+    axis: str,
+    *,
+    inputs: Sequence[Sequence[Any] | None] | None = None,
+    permit: Collection[str] = (),
+    groups: Mapping[str, tuple[str, ...]] | None = None,
+    lowered: bool = True,
+) -> list[fx.Graph]:
+    """Return the graphs after all lines.
+
+    ``graphs[i]`` is that of position i along ``axis``; ``inputs[i]``, and the other
+    arguments, are those of ``apply``. ``stage=i`` in a line keeps it to one of the
+    graphs.
+
+    Raises ScheduleError.
+    """
+    mesh, specs_of_stages = Mesh.parse(mesh), inputs or [None] * len(graphs)
+    if len(graphs) != mesh.axis_size(axis) or len(specs_of_stages) != len(graphs):
+        raise ScheduleError(
+            f"{len(graphs)} graphs for {mesh.axis_size(axis)} stages along {axis!r}, "
+            f"and inputs of {len(specs_of_stages)}",
+            fix="give a graph, and its inputs, for each position along the axis",
+        )
+    edits = [
+        opened(graph, mesh, specs, permit, groups)[0]
+        for graph, specs in zip(graphs, specs_of_stages, strict=True)
+    ]
+    for edit in edits:
+        edit.staged = True
+    _compare(edits, axis)
+    for line in Schedule.of(schedule).lines:
+        _learn(edits, axis)
+        bare, meant = _meant(line, edits)
+        for edit in meant:
+            do(edit, bare)
+    _compare(edits, axis)
+    for edit in edits:
+        writes_as_results.put(edit.graph, edit.written)
+    for edit in edits if lowered else ():
+        finish(edit.graph, mesh, edit.build.fake_mode)
+    return [edit.graph for edit in edits]
+
+
+def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
+    """Return the line without ``stage``, and the edits of the stages that it is for."""
+    options = dict(line.options)
+    stage = options.pop("stage", None)
+    bare = replace(line, options=tuple(options.items()))
+    if stage is not None:
+        if not isinstance(stage, int) or stage not in range(len(edits)):
+            raise ScheduleError(
+                f"there is no stage {stage}, in: {line}",
+                fix=f"stages are 0 to {len(edits) - 1}",
+            )
+        return bare, [edits[stage]]
+    stages = [edit for edit in edits if _has_nodes_of(edit, bare)]
+    if not stages:
+        raise ScheduleError(
+            f"no stage has all nodes that this line names: {line}",
+            fix="name nodes of one stage's graph, or a message by its tag",
+        )
+    return bare, stages
+
+
+def _has_nodes_of(edit: Edit, line: Line) -> bool:
+    """Return whether a graph has all nodes that a line names, or the message."""
+    options = dict(line.options)
+    if not line.arguments:
+        tag = options.get("tag", 0)
+        has_message = isinstance(tag, int) and bool(with_tag(edit, tag))
+        return has_message or line.verb != "share"
+    lists = [value for value in options.values() if isinstance(value, tuple)]
+    edit.look()
+    try:
+        for argument in (*line.arguments, *lists):
+            for name in argument if isinstance(argument, tuple) else (str(argument),):
+                edit.node(name)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _learn(edits: Sequence[Edit], axis: str) -> None:
+    """Note for each received value the axes it varies over, which are those of the
+    value sent. Stages may send to each other and back, so this starts from nothing and
+    only adds."""
+    pairs = list(_pairs(edits, axis))
+    for _, _, received in pairs:
+        received.meta["fxpar_sent"] = frozenset()
+    changed = True
+    while changed:
+        changed = False
+        varies = [edit.varies() for edit in edits]
+        for i, sent, received in pairs:
+            values = (node.all_input_nodes[0] for node in sent)
+            now = frozenset[str]().union(*(varies[i][v] for v in values)) - {axis}
+            changed |= received.meta["fxpar_sent"] != now
+            received.meta["fxpar_sent"] = now
+
+
+def _pairs(
+    edits: Sequence[Edit], axis: str
+) -> Iterator[tuple[int, list[fx.Node], fx.Node]]:
+    """Yield (sender's stage, sent nodes, received node) for each message. While only
+    one end has been changed, the sent nodes are all that go between the two stages."""
+    messages_of = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for j, each in enumerate(messages_of):
+        for (i, to), received in each.items():
+            if to == j:
+                sent = messages_of[i].get((i, j), [])
+                for k, node in enumerate(received):
+                    same = len(sent) == len(received)
+                    yield i, [sent[k]] if same else sent, node
+
+
+def _compare(edits: Sequence[Edit], axis: str) -> None:
+    """Raise ScheduleError unless every message that is sent is received."""
+    messages_of = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for i, j in sorted({ends for each in messages_of for ends in each}):
+        if i == j or not 0 <= j < len(edits) or not 0 <= i < len(edits):
+            raise ScheduleError(
+                f"stage {i} sends to stage {j} of {len(edits)} along {axis!r}",
+                fix="peers are positions along the axis, other than its own",
+            )
+        ends = zip_longest(
+            messages_of[i].get((i, j), ()), messages_of[j].get((i, j), ())
+        )
+        for place, (node, received) in enumerate(ends):
+            one, other = (content(n) if n else None for n in (node, received))
+            if one != other:
+                raise ScheduleError(
+                    f"message {place} from stage {i} to stage {j} is "
+                    f"{_written(one)} where it is sent, {_written(other)} where it is "
+                    "received",
+                    fix="make the same change in both graphs, as share does",
+                )
+
+
+def _written(message: Any) -> str:
+    if message is None:
+        return "missing"
+    tag, shape, dtype = message
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with tag {tag}"

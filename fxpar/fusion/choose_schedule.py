@@ -29,7 +29,6 @@ from fxpar.errors import (
     warn,
 )
 from fxpar.fusion.apply_schedule import Unexpected, apply
-from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.fewer_layers import (
     FewerLayers,
     NotOfLayers,
@@ -37,7 +36,7 @@ from fxpar.fusion.fewer_layers import (
     lines_of_layers,
 )
 from fxpar.fusion.node_legality import UnevenOp, close, has_uneven_ops
-from fxpar.fusion.overlap_candidates import dims_of, improved
+from fxpar.fusion.overlap_candidates import Window, dims_of, improved, shapes_of, window
 from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
     LEAST,

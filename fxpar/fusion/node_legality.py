@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,11 +99,6 @@ def is_message(node: fx.Node) -> bool:
     return node.target in collective_nodes.MESSAGES
 
 
-def _is_row_exchange(node: fx.Node) -> bool:
-    """Return whether ranks exchange exact numbers of rows, which the host waits for."""
-    return node.target in EXACT
-
-
 def has_meeting(node: fx.Node) -> bool:
     """Return whether ranks meet in an op that is no step, and neither one of
     ``PRODUCTS`` nor of ``EXACT``."""
@@ -139,10 +134,6 @@ def _has_opaque_graphs(node: fx.Node) -> bool:
     return any(has_meeting(n) or _is_write(n) for n in inside)
 
 
-def _is_no_op(node: fx.Node) -> bool:
-    return node.op in ("call_method", "call_module")
-
-
 # (which nodes, why no schedule is applied to them, what to do)
 _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
     (
@@ -166,7 +157,11 @@ _REFUSED: tuple[tuple[Callable[[fx.Node], bool], str, str], ...] = (
         "runs graphs of its own, which no verb edits",
         "trace what it does without it",
     ),
-    (_is_no_op, "is no op", "trace the graph with make_fx(..., tracing_mode='fake')"),
+    (
+        lambda node: node.op in ("call_method", "call_module"),
+        "is no op",
+        "trace the graph with make_fx(..., tracing_mode='fake')",
+    ),
 )
 
 
@@ -189,7 +184,11 @@ _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
         is_drawn_from_generator,
         "would draw random numbers in another order",
     ),
-    "exchange": (_is_row_exchange, "would send rows in another order"),
+    # Ranks exchange exact numbers of rows, which the host waits for.
+    "exchange": (
+        lambda node: node.target in EXACT,
+        "would send rows in another order",
+    ),
     "message": (is_message, "would send or receive in another order"),
 }
 
@@ -322,22 +321,41 @@ def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
 def _close(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Put an op into a region. Return the region's item, under the op's name, that is
     read instead of the op."""
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for read in node.all_input_nodes:
-        copies[read] = part.placeholder(read.name)
-        copies[read].meta = dict(read.meta)
-    inner = part.node_copy(node, copies.__getitem__)
-    inner.meta = dict(node.meta)
-    part.output((inner,))
-    with graph.inserting_before(node):
-        region = graph.call_function(UnevenOp(part), tuple(copies))
-        region.meta = {"val": (node.meta.get("val"),)}
-        region.meta["fxpar_origin"] = node.meta.get("fxpar_origin", node.name)
-        item = graph.call_function(operator.getitem, (region, 0))
-    item.meta = dict(node.meta)
-    node.replace_all_uses_with(item)
     name = node.name
-    graph.erase_node(node)
+    _, (item,) = outlined(graph, [node], [node], UnevenOp)
     _torch.objects.rename(item, name)
     return item
+
+
+def outlined(
+    graph: fx.Graph,
+    members: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    kind: type[CallableRegion],
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Put members, given in order, into a region after the last of them. Return it, and
+    its items that others read instead of ``results``."""
+    inside, part = set(members), fx.Graph()
+    read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in read:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in members:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    part.output(tuple(copies[node] for node in results))
+    last, items = members[-1], list[fx.Node]()
+    with graph.inserting_before(last.next):
+        region = graph.call_function(kind(part), tuple(read))
+        region.meta = {"val": tuple(node.meta.get("val") for node in results)}
+        region.meta["fxpar_origin"] = last.meta.get("fxpar_origin", last.name)
+        for i, node in enumerate(results):
+            items.append(graph.call_function(operator.getitem, (region, i)))
+            items[-1].meta = dict(node.meta)
+            node.replace_all_uses_with(
+                items[-1], delete_user_cb=lambda user: user not in inside
+            )
+    for node in reversed(members):
+        graph.erase_node(node)
+    return region, items

@@ -73,26 +73,117 @@ class Line:
         return replace(self, arguments=tuple(map(renamed, self.arguments)))
 
 
+class Unfit(Exception):
+    """Is raised when an argument is of another kind than a verb takes."""
+
+
 @dataclass(frozen=True)
-class SettingForm:
-    """Says which options a line of settings may have."""
+class Kind:
+    """Is a kind of argument that verbs take."""
+
+    text: str  # how errors describe it
+    # Returns the value that a verb of an edit is called with, or raises ``Unfit``.
+    read: Callable[[Any, Argument], Any]
+
+
+def number(least: int, most: int | None = None) -> Kind:
+    """Return the kind of numbers in a range."""
+
+    def read(_: Any, argument: Argument) -> int:
+        over = most is not None and isinstance(argument, int) and argument > most
+        if not isinstance(argument, int) or argument < least or over:
+            raise Unfit
+        return argument
+
+    if most is None:
+        return Kind(f"a number that is at least {least}", read)
+    return Kind(f"{least} or {most}", read)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Says what a line may have, and what it does."""
 
     form: str  # an example, as a user writes it
-    fields: Mapping[str, str]  # option -> field of ``Settings``
-    least: int  # the least value of an option
-    needs: str  # the option that must be given
+    # (edit, nodes or tuples of nodes, options) -> nodes that later lines may name. None
+    # for a setting, which edits nothing.
+    run: Callable[..., list[Any]] | None = None
+    nodes: tuple[Kind, ...] = ()  # nodes that must be given, in order
+    optional: Kind | None = None  # one more node that may be given
+    further: Kind | None = None  # any number of nodes after those
+    # Options, given by keyword.
+    options: Mapping[str, Kind] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # options that must be given
+
+    def read(self, edit: Any, line: Line) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments and options of a line as ``run`` takes them. Raises
+        ScheduleError."""
+        values = [
+            self._value(edit, line, kind, f"argument {i}", argument)
+            for i, (kind, argument) in enumerate(
+                zip(self._kinds(line), line.arguments, strict=True), 1
+            )
+        ]
+        options = {}
+        for name, argument in line.options:
+            if name not in self.options:
+                names = ", ".join(self.options) or "none"
+                raise self.unfit(line, f"{name}= is not one of its options ({names})")
+            kind = self.options[name]
+            options[name] = self._value(edit, line, kind, name, argument)
+        missing = [name for name in self.needs if name not in options]
+        if missing:
+            raise self.unfit(line, f"{missing[0]}= is missing")
+        seen = set[Any]()
+        for value in values:
+            for node in value if isinstance(value, tuple) else (value,):
+                if node in seen:
+                    raise self.unfit(line, f"{node.name} is named twice")
+                seen.add(node)
+        return values, options
+
+    def _kinds(self, line: Line) -> list[Kind]:
+        """Return the kind of each argument of a line. Raises ScheduleError if there are
+        too few, or too many."""
+        count, fixed = len(line.arguments), len(self.nodes)
+        if count < fixed:
+            why = f"{count} arguments are given, at least {fixed} are needed"
+            raise self.unfit(line, why)
+        kinds = [*self.nodes, *((self.optional,) if self.optional else ())]
+        if count > len(kinds) and self.further is None:
+            why = f"{count} arguments are given, of at most {len(kinds)}"
+            raise self.unfit(line, why)
+        kinds += [self.further] * (count - len(kinds)) if self.further else []
+        return kinds[:count]
+
+    def _value(
+        self, edit: Any, line: Line, kind: Kind, name: str, argument: Argument
+    ) -> Any:
+        try:
+            return kind.read(edit, argument)
+        except Unfit:
+            why = f"{name} is {_written(argument)}, not {kind.text}"
+            raise self.unfit(line, why) from None
+
+    def unfit(self, line: Line, why: str) -> ScheduleError:
+        """Return the error of a line that does not say what the verb takes."""
+        return ScheduleError(
+            f"{line_text(line)}: {why}", fix=f"write it as in: {self.form}"
+        )
 
 
-# Name of a setting -> its form.
 SETTINGS = {
-    "buckets": SettingForm(
+    "buckets": Verb(
         "buckets(bytes=4194304, gathers=1048576, again=1048576)",
-        {"bytes": "bucket", "gathers": "gathers", "again": "again"},
-        0,
-        "bytes",
+        options=dict.fromkeys(("bytes", "gathers", "again"), number(0)),
+        needs=("bytes",),
     ),
-    "prefetch": SettingForm("prefetch(ahead=2)", {"ahead": "ahead"}, 1, "ahead"),
+    "prefetch": Verb(
+        "prefetch(ahead=2)", options={"ahead": number(1)}, needs=("ahead",)
+    ),
 }
+# Option of a setting -> field of ``Settings``, if it has another name.
+_FIELDS = {"bytes": "bucket"}
 
 
 @dataclass(frozen=True)
@@ -171,26 +262,18 @@ def _setting_lines(settings: Settings) -> Iterator[Line]:
 
 def _with_settings(settings: Settings, line: Line) -> Settings:
     """Return the settings after a line that changes them. Raises ScheduleError."""
-    setting, options = SETTINGS[line.verb], dict(line.options)
-    why = None
-    if line.arguments or line.gives:
-        why = f"it takes no nodes, and is given {line.arguments or line.gives}"
-    for name, value in options.items():
-        if name not in setting.fields:
-            why = f"{name}= is not one of its options ({', '.join(setting.fields)})"
-        elif not isinstance(value, int) or value < setting.least:
-            why = f"{name} is {value}, not a number that is at least {setting.least}"
-    if setting.needs not in options:
-        why = why or f"{setting.needs}= is missing"
-    if why:
-        error = ScheduleError(
-            f"{line_text(line)}: {why}", fix=f"write it as in: {setting.form}"
-        )
+    setting = SETTINGS[line.verb]
+    try:
+        if line.arguments or line.gives:
+            nodes = line.arguments or line.gives
+            raise setting.unfit(line, f"it takes no nodes, and is given {nodes}")
+        _, options = setting.read(None, line)
+    except ScheduleError as error:
         error.add_note(f"in the schedule: {line_text(line)}")
-        raise error
+        raise
     default = asdict(DEFAULT)
-    fields = setting.fields.items()
-    return replace(settings, **{f: options.get(name, default[f]) for name, f in fields})
+    fields = ((name, _FIELDS.get(name, name)) for name in setting.options)
+    return replace(settings, **{f: options.get(n, default[f]) for n, f in fields})
 
 
 def _written(argument: Argument) -> str:
@@ -215,7 +298,8 @@ def _read(text: str, number: int) -> Line:
         raise bad from error
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
         raise bad
-    if any(keyword.arg is None for keyword in tree.keywords):
+    names = {keyword.arg for keyword in tree.keywords}
+    if None in names or len(names) < len(tree.keywords):
         raise bad
     return Line(
         tree.func.id,
@@ -235,6 +319,8 @@ def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:
             return name
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+            return -value  # refused with what the verb takes
         case ast.Constant(value=str(value)):
             return value
         case ast.List(elts=elements) | ast.Tuple(elts=elements):

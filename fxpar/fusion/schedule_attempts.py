@@ -14,8 +14,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected, apply
-from fxpar.fusion.collective_window import Window
-from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate
+from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, Window
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import Orders, regather, split_phases
 from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun

@@ -54,14 +54,6 @@ class Replaced:
     readers: tuple[fx.Node, ...]  # its readers
 
 
-def trace_anew(build: Builder, start: Replaced) -> None:
-    """Give readers of the value, and readers of these in turn, their new fake values.
-    Nodes must be in order. Raises ScheduleError on an op that cannot read it."""
-    tracer = _Tracer(build, {start.node: start.was})
-    if _strides(start.was) != _strides(start.node.meta["val"]):
-        tracer.run(r for r in start.readers if start.node in r.all_input_nodes)
-
-
 def _strides(value: Any) -> list[tuple[int, ...]]:
     return [x.stride() for x in tensors_of(value)]
 
@@ -237,10 +229,14 @@ class Edit:
             reader.replace_input_with(old, new)
 
     def trace_anew(self) -> None:
-        """Give readers of replaced values, whose memory layout may differ, new fake
-        values. Raises ScheduleError."""
-        for replaced in self.replaced:
-            trace_anew(self.build, replaced)
+        """Give readers of replaced values, whose memory layout may differ, and readers
+        of these in turn, new fake values. Nodes must be in order. Raises ScheduleError
+        on an op that cannot read them."""
+        for start in self.replaced:
+            node, was = start.node, start.was
+            if _strides(was) != _strides(node.meta["val"]):
+                readers = (r for r in start.readers if node in r.all_input_nodes)
+                _Tracer(self.build, {node: was}).run(readers)
         self.replaced.clear()
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:

@@ -337,7 +337,7 @@ def register_lowering() -> None:
 
 
 # A gather with the matmuls that read it, and a matmul with the reduce-scatter of its
-# result, for ``fusion.fused_matmul``. ``count``: ranks of the group, for shapes.
+# result, for ``overlap(..., fused=1)``. ``count``: ranks of the group, for shapes.
 torch.library.define(
     "fxpar::gather_matmul",
     "(Tensor x, Tensor[] ws, int dim, int count, str group) -> Tensor[]",

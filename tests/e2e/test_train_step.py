@@ -25,7 +25,7 @@ import fxpar
 from fxpar import compilation
 from fxpar.errors import PlanError
 from fxpar.passes.order import order_collectives
-from fxpar.passes.order.recompute_in_step import recompute_in_step
+from fxpar.passes.order.order_collectives import recompute_in_step
 from tests.helpers.models import NAMES, build_double, double
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion.choose_schedule import Chosen, choose
-from fxpar.fusion.collective_window import shapes_of, window
+from fxpar.fusion.overlap_candidates import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import is_better
 from fxpar.fusion.varying_axes import varying

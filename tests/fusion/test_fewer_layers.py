@@ -16,7 +16,6 @@ import fxpar
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import Chosen, choose
-from fxpar.fusion.collective_window import shapes_of
 from fxpar.fusion.fewer_layers import (
     LEAST,
     STAY,
@@ -25,6 +24,7 @@ from fxpar.fusion.fewer_layers import (
     fewer_layers,
     lines_of_layers,
 )
+from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.graph import collective_nodes
 from fxpar.sharding.mesh import Mesh

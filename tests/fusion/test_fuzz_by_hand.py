@@ -14,8 +14,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion import apply_schedule
-from fxpar.fusion.apply_schedule import Unexpected, apply
-from fxpar.fusion.pipeline_stages import apply_stages
+from fxpar.fusion.apply_schedule import Unexpected, apply, apply_stages
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.sharding.spec import Spec
@@ -36,7 +35,7 @@ TRIES = 20
 
 # ``share`` is for stages, ``balance`` for attention.
 OTHERS = {"overlap", "share", "balance"}
-ALONE = {*apply_schedule.TAKES, "chunks", "ring", "fused"} - OTHERS
+ALONE = {*apply_schedule.VERBS, "chunks", "ring", "fused"} - OTHERS
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

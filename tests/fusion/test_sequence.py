@@ -12,8 +12,7 @@ import torch
 
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose
-from fxpar.fusion.sequence_parallel import Prices, cut
-from fxpar.fusion.sliced_dims import Rows, rows_of
+from fxpar.fusion.sequence_parallel import Prices, Rows, cut, rows_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.sharding.mesh import Mesh

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs.fuse_nodes import CallableRegion
+from fxpar.fusion.node_legality import CallableRegion
 from fxpar.graph import collective_nodes
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 

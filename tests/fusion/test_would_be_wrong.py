@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import fused_matmul, node_legality, slice_op, varying_axes
+from fxpar.fusion import node_legality, slice_op, varying_axes
 from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
 from fxpar.graph import collective_nodes
 from fxpar.sharding.cost.op import is_view
@@ -56,7 +56,7 @@ def _any_view(patch: pytest.MonkeyPatch) -> None:
             node = node.all_input_nodes[0]
         return node
 
-    patch.setattr(fused_matmul, "_before_reshapes", seen)
+    patch.setattr(overlap, "_before_reshapes", seen)
 
 
 def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:

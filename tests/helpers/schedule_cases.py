@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.fusion.pipeline_stages import apply_stages
+from fxpar.fusion.apply_schedule import apply_stages
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep, run_stages

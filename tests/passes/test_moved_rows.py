@@ -16,7 +16,7 @@ import fxpar
 from fxpar.graph.builder import Builder
 from fxpar.passes import moved_rows
 from fxpar.passes.local import share_exchanges
-from fxpar.passes.simulate.one_op import OneOp
+from fxpar.passes.simulate.check_user_rules import OneOp
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh

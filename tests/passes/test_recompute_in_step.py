@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.graph.builder import REGION
-from fxpar.passes.order.recompute_in_step import recompute_in_step
+from fxpar.passes.order.order_collectives import recompute_in_step
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.program import PHASE, phase_of
 from tests.helpers.sketch import Sketch, check_equal

@@ -508,7 +508,7 @@ def test_more_ahead_is_another_order_where_a_gather_could_start_earlier(
     sketch = Sketch()
     layers(sketch, count)
     parts = split_phases(sketch.graph)
-    assert Orders(parts).started == count
+    assert max(x.started for x in Orders(parts)._phases) == count
     settings = [Settings(ahead=ahead, gathers=0) for ahead in (1, 2, 4)]
     check_orders(parts, settings)
 
@@ -566,7 +566,8 @@ def test_gathers_that_start_ahead_are_those_that_are_read_next(sketch: Sketch) -
     x, w = sketch.input(4, 4), sketch.input(1, 4)
     h = sketch.call(aten.mm, x, sketch.gather(sketch.gather(w, TP)))
     sketch.output(sketch.gather(sketch.call(aten.sin, h)))
-    assert Orders(split_phases(sketch.graph)).started == 1
+    (phase,) = Orders(split_phases(sketch.graph))._phases
+    assert phase.started == 1
 
 
 def test_gathers_at_the_top_go_to_where_they_are_read(sketch: Sketch) -> None:

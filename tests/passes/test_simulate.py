@@ -41,12 +41,7 @@ from fxpar.passes.order.forward_backward import (
 )
 from fxpar.passes.order.order_collectives import Settings
 from fxpar.passes.simulate.launches import PhaseReader, launches_of
-from fxpar.passes.simulate.simulate_step import (
-    Simulation,
-    Task,
-    Timeline,
-    simulate,
-)
+from fxpar.passes.simulate.simulate_step import Simulation, Task, Timeline, simulate
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.cost.hardware_table import (

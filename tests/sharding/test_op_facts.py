@@ -34,7 +34,6 @@ FORMS = {
     "passes/normalize/body_seeds.py",  # how ops draw by index
     "passes/local/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton
-    "fusion/kernels/index_arithmetic.py",
     "fusion/kernels/placement.py",
     "passes/simulate/loop_steps.py",  # calls that read a loop's steps and spell no size
 }

@@ -1,5 +1,5 @@
 """Every row of the rule table, tried: each factor of each sample call is split, each
-passage is fed random summands. A row is tested by having a sample; see ``one_op``."""
+passage is fed random summands. A row is tested by having a sample; see ``OneOp``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from fxpar.features.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
 from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
-from fxpar.passes.simulate.one_op import (
+from fxpar.passes.simulate.check_user_rules import (
     Case,
     OneOp,
     case,
-    is_expressible,
     passing,
     reductions_of,
 )
@@ -29,7 +28,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import Row, keys
 from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, row_of, sources
 from fxpar.sharding.ops.reduction import over, over_all
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, fits
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
 
 SAMPLES: dict[Any, list] = {}
@@ -135,7 +134,7 @@ def unequal(one: OneOp, rule: Rule) -> Iterator[Case | None]:
             mesh = Mesh((("x", len(shares)),), shares=(shares,))
             strategy = Strategy(((factor, ("x",)),))
             whole = found is None or len(found[0].axes) == 1
-            if whole and rule.size[factor] and is_expressible(rule, strategy, mesh):
+            if whole and rule.size[factor] and fits(rule, strategy.axes_of, mesh):
                 yield mesh, strategy
 
 
@@ -216,8 +215,8 @@ def test_a_pointwise_op_needs_no_row() -> None:
 def test_a_minor_factor_is_split_only_below_complete_ones() -> None:
     rule = parse_rule("a b -> (a b)").with_sizes([(2, 4), (8,)])
     mesh = Mesh.parse("x=2,y=2")
-    assert not is_expressible(rule, Strategy((("b", ("x",)),)), mesh)
-    assert is_expressible(rule, Strategy((("b", ("x",)), ("a", ("y",)))), mesh)
+    assert not fits(rule, {"b": ("x",)}, mesh)
+    assert fits(rule, {"b": ("x",), "a": ("y",)}, mesh)
 
 
 def added_by_every_rank(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> str:

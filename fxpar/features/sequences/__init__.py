@@ -13,8 +13,8 @@ from typing import Any
 from torch import fx
 
 from fxpar.features.feature import Feature, has, later, names_of_ops, steps_of
-from fxpar.fusion.apply_schedule import NODE, TAKES, VERBS, Takes
-from fxpar.fusion.schedule import PROPOSALS, Schedule
+from fxpar.fusion.apply_schedule import NODE, VERBS
+from fxpar.fusion.schedule import PROPOSALS, Schedule, Verb
 from fxpar.fusion.verbs.overlap import SCHEMES, OverlapScheme
 from fxpar.sharding.op_table import keys
 from fxpar.sharding.ops import LOCAL
@@ -70,7 +70,7 @@ for _module, _names in _FORMS.items():
         _ops = keys(" ".join(name + _end for name in _names.split()))
         LOCAL.update(dict.fromkeys(_ops, later(f"{__name__}.{_module}", _form)))
 
-TAKES["balance"] = Takes("balance(attention)", (NODE,))
-VERBS["balance"] = later(f"{__name__}.balance", "balance")
+_BALANCE = later(f"{__name__}.balance", "balance")
+VERBS["balance"] = Verb("balance(attention)", _BALANCE, (NODE,))
 PROPOSALS.append(_lines)
 SCHEMES.append(OverlapScheme(_is_attended, later(_RINGS, "overlap")))

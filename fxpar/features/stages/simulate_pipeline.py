@@ -28,13 +28,13 @@ from fxpar.features.stages.program_at_place import program_at
 from fxpar.graph.builder import PART, PLACE
 from fxpar.graph.pipeline_ops import EVERY
 from fxpar.passes.simulate.launches import launches_of
-from fxpar.passes.simulate.peak_memory import residency
 from fxpar.passes.simulate.simulate_step import (
     PLACE_STREAM,
     Event,
     Timeline,
     Traffic,
     launch_seconds,
+    residency,
 )
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware

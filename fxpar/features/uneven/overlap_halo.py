@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.collective_window import Varies, Window, cut_out
 from fxpar.fusion.node_legality import arrange
-from fxpar.fusion.overlap_candidates import OverlapCandidate
+from fxpar.fusion.overlap_candidates import OverlapCandidate, Varies, Window, cut_out
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.verbs.overlap import between

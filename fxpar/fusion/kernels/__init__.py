@@ -5,9 +5,9 @@ In: the graph of a forward or a backward. Out: the graph with its regions as ops
 run as kernels. ``fuse_regions`` makes regions of a graph where that pays:
 ``select_region`` says which nodes belong together, ``region_program`` makes a program
 of them, ``region_op`` is the op that runs one. A program is run op by op or by kernels
-(``run_kernels``): ``split_at_collectives`` cuts it, and ``emit`` makes the text of each
-part, by ``placement`` (where a value is needed), ``index_arithmetic`` (views, and the
-space that a kernel runs over), ``expressions`` (ops), ``device_functions``.
+(``run_kernels``): it is split at collectives, and ``emit`` makes the text of each part,
+by ``placement`` (where a value is needed, views, and the space that a kernel runs
+over), ``expressions`` (ops), ``device_functions``.
 
 A template that does a collective inside a kernel (``templates``; ``implementations``
 says when, ``symmetric_memory`` is where ranks meet) takes the parts and their bodies

@@ -4,7 +4,7 @@ In: the program, the space it runs over, and how its inputs are read and its out
 written (``Source``, ``Sink``; pointers by default). Out: a ``Body``: parameters, and
 lines before, in and after the loop over blocks. Each line of the program is one line of
 the kernel, with its shape in a comment; views are index arithmetic
-(``index_arithmetic``), ops a table (``expressions``). All arithmetic is in float32:
+(``placement``), ops a table (``expressions``). All arithmetic is in float32:
 values stored in fewer bits are widened when read and rounded when written, not in
 between. Never decides which ops belong to a kernel, and never writes a collective: a
 template does, by sources and sinks of its own.
@@ -33,29 +33,27 @@ from fxpar.fusion.kernels.expressions import (
     promoted,
     rounded,
 )
-from fxpar.fusion.kernels.index_arithmetic import (
-    VIEWS,
-    CannotEmit,
-    Map,
-    Space,
-    broadcast,
-    reduction_of_output,
-    space_of,
-    strided,
-    view_map,
-)
 from fxpar.fusion.kernels.placement import (
     CHOICES,
     FILLED,
     IOTA,
     RANDOM,
     SEED,
+    VIEWS,
     ZERO,
+    Map,
     Needs,
     Place,
+    Space,
+    broadcast,
     formed,
+    reduction_of_output,
+    space_of,
+    strided,
+    view_map,
 )
 from fxpar.fusion.kernels.region_program import (
+    CannotEmit,
     Number,
     Ref,
     RegionProgram,
@@ -92,7 +90,6 @@ class Kernel:
     # be added up.
     sums: frozenset[str]
     numbers: tuple[int, ...]  # indices among the program's integers
-    space: Space  # the elements that it runs over
     programs: int  # size of the grid
     warps: int  # warps of a block
     # Values that are read or written only element by element, and in one loop -> the
@@ -109,28 +106,53 @@ def kernel_of(
 
     Raises CannotEmit.
     """
-    alone = tuple(t.name for t in program.inputs if t.name in alone)
     sources = {name: number_source(name) for name in alone}
     body = emit_body(program, sources=sources, random=random)
-    name = f"region_{program.hash}"
-    sums = frozenset(body.sums)
-    inside = phase(body, wide=is_wide(program))
-    read = {p.removesuffix("_ptr") for p in body.parameters}
-    alone = tuple(name for name in alone if f"{name}_value" in body.parameters)
-    values = [f"{name}_value" for name in alone]
-    parameters = [p for p in body.parameters if p.endswith("_ptr")]
-    parameters += [*values, *(f"n{i}" for i in body.numbers)]
+    return assembled(
+        f"region_{program.hash}",
+        program,
+        [body],
+        phase(body, wide=is_wide(program)),
+        program.outputs,
+        body.space,
+        programs_of(body.space, bool(body.sums)),
+    )
+
+
+def assembled(
+    name: str,
+    program: RegionProgram,
+    bodies: Sequence[Body],
+    lines: Sequence[str],
+    writes: tuple[Tensor, ...],
+    space: Space,
+    programs: int,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+) -> Kernel:
+    """Return the kernel of a program, given its bodies and the lines of its function.
+    ``first``, ``last``: parameters before the others and after them."""
+    used = {p for body in bodies for p in body.parameters}
+    numbers = tuple(sorted({i for body in bodies for i in body.numbers}))
+    reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in used)
+    alone = tuple(t.name for t in program.inputs if f"{t.name}_value" in used)
+    parameters = [
+        *first,
+        *(f"{t.name}_ptr" for t in (*reads, *writes)),
+        *(f"{name}_value" for name in alone),
+        *(f"n{i}" for i in numbers),
+        *last,
+    ]
     return Kernel(
         name,
-        function(name, parameters, inside, str(program)),
-        tuple(t for t in program.inputs if t.name in read),
-        program.outputs,
-        sums,
-        body.numbers,
-        body.space,
-        programs_of(body.space, bool(sums)),
-        warps_of(body.space),
-        loops_of([body]),
+        function(name, parameters, lines, str(program)),
+        reads,
+        writes,
+        frozenset(x for body in bodies for x in body.sums),
+        numbers,
+        programs,
+        warps_of(space),
+        loops_of(bodies),
         alone,
     )
 

@@ -4,8 +4,9 @@ A value of a kernel is of one of three kinds: "float" (float32, whatever the ten
 own float is), "int" (int64) or "bool". Integers of fewer bits wrap at their own size,
 as torch's do. A cast to a float of fewer bits rounds; other ops on such floats do not.
 In: a line of a program and the text of its operands. Out: the text of its result. How
-operands are read is a column of the table, so no caller knows single ops. Never looks
-at indices (``index_arithmetic``) or at memory (``emit``).
+operands are read is a column of the table, so no caller knows single ops. Only ops that
+are left of a program after Inductor's decompositions are in it. Never looks at indices
+(``placement``) or at memory (``emit``).
 """
 
 from __future__ import annotations
@@ -109,55 +110,20 @@ def _power(x: str, exponent: str) -> str:
     return product if n > 0 else f"1.0 / ({product})"
 
 
-def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
-    """Return a clamp that keeps NaN; if bounds cross, the upper one counts. Raises
-    LookupError for a bound that is NaN."""
-    if "nan" in f"{low}{high}":
-        raise LookupError("a bound that is NaN")
-    if low is not None and high is not None and _number(high) < _number(low):
-        low = high
-    if low is None:
-        return f"tl.where({x} > {high}, {high}, {x})"
-    upper = x if high is None else f"tl.where({x} > {high}, {high}, {x})"
-    return f"tl.where({x} < {low}, {low}, {upper})"
+def _bounded(sign: str) -> ElementOp:
+    """Return a clamp to a bound, which keeps NaN."""
 
+    def write(x: str, bound: str) -> str:
+        if "nan" in bound:
+            raise LookupError("a bound that is NaN")
+        return f"tl.where({x} {sign} {bound}, {bound}, {x})"
 
-def _number(text: str) -> float:
-    """Return the number of a constant's text."""
-    return float(str(text).removeprefix('float("').removesuffix('")'))
-
-
-_ERF = "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))"
-_CUBE = "({0} + 0.044715 * {0} * {0} * {0})"
-_TANH = f"0.5 * {{0}} * (1.0 + lib.tanh(0.7978845608028654 * {_CUBE}))"
-_GELU = {"none": _ERF, "tanh": _TANH}
-
-_ERF_GRADIENT = (
-    "{0} * (0.5 * (1.0 + tl.erf({1} * 0.7071067811865476))"
-    " + {1} * 0.3989422804014327 * tl.exp(-0.5 * {1} * {1}))"
-)
-
-
-def _gelu(x: str, approximate: str = "none") -> str:
-    return _GELU[approximate].format(x)
-
-
-def _gelu_backward(grad: str, x: str, approximate: str = "none") -> str:
-    if approximate != "none":
-        raise LookupError("the gradient of gelu by tanh in one op")
-    return _ERF_GRADIENT.format(grad, x)
+    return ElementOp(write, rounds=True)
 
 
 def _products(a: str, b: str, c: str, sign: str, value: Any) -> str:
     factor = "" if value == 1 else f"{value} * "
     return f"{a} + {factor}{b} {sign} {c}"
-
-
-def _lerp(a: str, b: str, weight: str) -> str:
-    """Return the interpolation from the nearer end, as torch does."""
-    if abs(float(weight)) < 0.5:
-        return f"{a} + {weight} * ({b} - {a})"
-    return f"{b} - ({b} - {a}) * (1.0 - {weight})"
 
 
 def _extreme(sign: str) -> ElementOp:
@@ -190,9 +156,6 @@ OPS: dict[str, ElementOp] = {
     for word, op in _BINARY.items()
     for overload in ("Tensor", "Scalar")
 } | {
-    "aten.rsub.Scalar": ElementOp(
-        lambda a, b, alpha=1: _BINARY["sub"].write(b, a, alpha)
-    ),
     "aten.neg.default": _form("-{0}"),
     "aten.abs.default": _form("tl.abs({0})"),
     "aten.reciprocal.default": _form("1.0 / {0}"),
@@ -206,22 +169,14 @@ OPS: dict[str, ElementOp] = {
     "aten.tanh.default": _form("lib.tanh({0})"),
     "aten.sigmoid.default": _form("lib.sigmoid({0})"),
     "aten.relu.default": _form("tl.where({0} < 0, 0, {0})"),
-    "aten.silu.default": _form("{0} * lib.sigmoid({0})"),
-    "aten.square.default": _form("{0} * {0}"),
     "aten.sign.default": _form("lib.sign({0})"),
-    "aten.gelu.default": ElementOp(_gelu),
     "aten.pow.Tensor_Scalar": ElementOp(_power),
-    "aten.clamp.default": ElementOp(_clamp, rounds=True),
-    "aten.clamp_min.default": ElementOp(_clamp, rounds=True),
-    "aten.clamp_max.default": ElementOp(
-        lambda x, high: _clamp(x, None, high), rounds=True
-    ),
+    "aten.clamp_min.default": _bounded("<"),
+    "aten.clamp_max.default": _bounded(">"),
     # Both give NaN where either is, as torch does.
     "aten.maximum.default": _extreme(">"),
     "aten.minimum.default": _extreme("<"),
     "aten.where.self": _form("tl.where({0}, {1}, {2})", PICK),
-    "aten.where.ScalarSelf": _form("tl.where({0}, {1}, {2})", PICK, rounds=True),
-    "aten.where.ScalarOther": _form("tl.where({0}, {1}, {2})", PICK, rounds=True),
     "aten.logical_not.default": _form("{0} == 0", BOOLS),
     "aten.logical_and.default": _form(_AND, BOOLS),
     "aten.logical_or.default": _form(_OR, BOOLS),
@@ -235,25 +190,9 @@ OPS: dict[str, ElementOp] = {
     "aten.addcdiv.default": ElementOp(
         lambda a, b, c, value=1: _products(a, b, c, "/", value)
     ),
-    "aten.lerp.Scalar": ElementOp(_lerp),
-    "aten.lerp.Tensor": _form(
-        "tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}),"
-        " {1} - ({1} - {0}) * (1.0 - {2}))"
-    ),
     "prims.fma.default": _form("{0} * {1} + {2}"),
     "prims.convert_element_type.default": ElementOp(lambda x, _: x),
-    "aten._to_copy.default": ElementOp(lambda x, **_: x),
     "aten.copy.default": ElementOp(lambda _, x: x),
-    # Gradients.
-    "aten.threshold_backward.default": _form(
-        "tl.where({1} <= {2}, 0, {0})", rounds=True
-    ),
-    "aten.sigmoid_backward.default": _form("{0} * {1} * (1.0 - {1})"),
-    "aten.tanh_backward.default": _form("{0} * (1.0 - {1} * {1})"),
-    "aten.silu_backward.default": _form(
-        "{0} * lib.sigmoid({1}) * (1.0 + {1} * (1.0 - lib.sigmoid({1})))"
-    ),
-    "aten.gelu_backward.default": ElementOp(_gelu_backward),
 }
 
 CASTS = frozenset(op for op in OPS if stated_facts(op).get("casts"))

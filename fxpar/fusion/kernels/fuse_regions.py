@@ -35,9 +35,14 @@ from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
-from fxpar.fusion.kernels.region_program import RegionProgram, op_name
+from fxpar.fusion.kernels.region_program import (
+    WAIT,
+    ComputeStep,
+    RegionProgram,
+    op_name,
+    stages_of,
+)
 from fxpar.fusion.kernels.select_region import (
-    WAITS,
     Miss,
     SelectedRegion,
     collectives,
@@ -46,8 +51,7 @@ from fxpar.fusion.kernels.select_region import (
     results_of,
     under_way,
 )
-from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
-from fxpar.fusion.verbs.fuse_nodes import arrange
+from fxpar.fusion.node_legality import arrange
 from fxpar.graph.builder import region_of
 from fxpar.passes.simulate.launches import launches_among
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
@@ -182,7 +186,7 @@ def asked_for(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.nodes
         if region_of(node) in wanted_regions
-        and op_name(node) not in WAITS
+        and op_name(node) != WAIT
         and not is_view(node)
     ]
 
@@ -331,7 +335,7 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that a region depends on; also those that change a value before
-    it is read, as the wait of a gather does."""
+    it is read."""
     ancestors: set[fx.Node] = set()
     pending = list(members)
     while pending:

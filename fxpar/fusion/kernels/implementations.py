@@ -38,8 +38,12 @@ from typing import Any
 import torch
 
 from fxpar import _torch, cache_files
-from fxpar.fusion.kernels.region_program import RegionProgram, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
+from fxpar.fusion.kernels.region_program import (
+    CollectiveStep,
+    RegionProgram,
+    dtype_of,
+    stages_of,
+)
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 
 DTYPES = ("float32", "bfloat16")
@@ -94,22 +98,31 @@ class Rung:
         return self.name in FUSED
 
 
-def choose(program: RegionProgram, facts: GroupFacts) -> Rung:
-    """Return the rung of a program with collectives."""
+def choose(
+    program: RegionProgram, facts: GroupFacts, *, any_size: bool = False
+) -> Rung:
+    """Return the rung of a program with collectives. ``any_size``: as if none were too
+    large for a kernel."""
     if not facts.kernels:
         return Rung("interpret", "no generated kernel runs on this device")
     if not facts.shared:
         return Rung("nccl", "kernels do not reach other ranks' memory")
     if facts.ranks not in RANKS or facts.ranks != program.ranks:
         return Rung("nccl", f"there are no templates for {facts.ranks} ranks")
-    moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
+    moves = _moves(program)
     for move in moves:
-        why = _why_not(program, move, facts)
+        why = _why_never(program, move)
+        if not why and not any_size:
+            why = _why_too_large(program, move, facts)
         if why:
             return Rung("nccl", why)
     if [move.kind for move in moves] != ["all_reduce"]:
         return Rung("one_shot", "each rank reads the part it needs once")
     return _shots(nbytes_of(program, moves[0]), facts)
+
+
+def _moves(program: RegionProgram) -> list[CollectiveStep]:
+    return [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
 
 
 def nbytes_of(program: RegionProgram, move: CollectiveStep) -> int:
@@ -121,25 +134,20 @@ def nbytes_of(program: RegionProgram, move: CollectiveStep) -> int:
 def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
     """Return all rungs that a program can have at any size: those that a tuner may
     try."""
-    if not facts.kernels:
-        return ("interpret",)
-    moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
-    has_template = (
-        facts.shared and facts.ranks in RANKS and facts.ranks == program.ranks
-    )
-    if not has_template or any(_why_never(program, move) for move in moves):
-        return ("nccl",)
-    if [move.kind for move in moves] != ["all_reduce"] or facts.ranks <= 2:
+    rung = choose(program, facts, any_size=True)
+    if not rung.is_fused:
+        return (rung.name,)
+    kinds = [move.kind for move in _moves(program)]
+    if kinds != ["all_reduce"] or facts.ranks <= 2:
         return ("one_shot", "nccl")
     switch = ("multimem",) if facts.multicast else ()
     return ("one_shot", "two_shot", *switch, "nccl")
 
 
-def _why_not(program: RegionProgram, move: CollectiveStep, facts: GroupFacts) -> str:
-    """Return why a collective does not run in a kernel; "" if it does."""
-    why = _why_never(program, move)
-    if why:
-        return why
+def _why_too_large(
+    program: RegionProgram, move: CollectiveStep, facts: GroupFacts
+) -> str:
+    """Return why a collective is too large for a kernel; "" if it is not."""
     nbytes, most = nbytes_of(program, move), MOST[move.kind]
     if move.kind == "all_reduce" and facts.multicast and facts.ranks > 2:
         most = IN_SWITCH

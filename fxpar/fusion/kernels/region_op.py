@@ -41,8 +41,7 @@ from fxpar.fusion.kernels.implementations import (
     tuned,
     ways_of,
 )
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
-from fxpar.fusion.kernels.region_program import RegionProgram, dtype_of
+from fxpar.fusion.kernels.region_program import CannotEmit, RegionProgram, dtype_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Unshared, symmetric
 from fxpar.fusion.kernels.templates import Template, template_of
 
@@ -287,13 +286,11 @@ def prepared(
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     """Return the arguments of the kernel, and those of them that it writes. All memory
     is allocated then: none is asked for while a kernel waits for others."""
-    kernel, device = template.kernel, provider.device
-    reads = [run_kernels.as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = run_kernels.places(kernel, reads, targets or {}, device)
-    scalars = run_kernels.given_numbers(kernel, values, numbers)
+    arguments, writes = run_kernels.arguments_of(
+        template.kernel, values, numbers, provider.device, targets or {}
+    )
     space = provider.workspace(template.nbytes)
-    shared = space.buffers, space.signals
-    return (*shared, *reads, *writes, *scalars, provider.rank), writes
+    return (space.buffers, space.signals, *arguments, provider.rank), writes
 
 
 _KNOWN: dict[str, RegionProgram] = {}

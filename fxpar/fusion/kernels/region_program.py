@@ -9,6 +9,12 @@ number that is given when it runs, or is left out (devices, the group). In: text
 nodes of a graph after ``order_collectives`` in order, and which of them others read.
 Out: text, a hash; an ``Outline``: a program and its arguments. Never changes the graph
 and runs nothing (``run_kernels`` does).
+
+A program is split at its collectives, for several kernels or for one: into steps in
+order (``stages_of``), programs without collectives (``ComputeStep``) and collectives
+(``CollectiveStep``), which pass values on by name; or into a ``SplitProgram``, from
+which one kernel is made. Lines that do not depend on a collective and are not needed
+for one run as late as they can, together with their readers.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,6 +34,14 @@ from torch import fx
 from fxpar import _torch
 
 FORMAT = "fxpar region 1"
+
+
+class CannotEmit(Exception):
+    """Says that kernels of one space cannot have a line: ``line``, ``why``."""
+
+    def __init__(self, line: str, why: str) -> None:
+        super().__init__(f"{line}: {why}")
+        self.line, self.why = line, why
 
 
 @dataclass(frozen=True)
@@ -110,9 +124,9 @@ class RegionProgram:
                 "format": FORMAT,
                 "ranks": self.ranks,
                 "numbers": self.numbers,
-                "inputs": [_tensor_text(t) for t in self.inputs],
-                "lines": [_line_text(line) for line in self.lines],
-                "outputs": [_tensor_text(t) for t in self.outputs],
+                "inputs": list(map(_row, self.inputs)),
+                "lines": list(map(_row, self.lines)),
+                "outputs": list(map(_row, self.outputs)),
             },
             separators=(",", ":"),
             allow_nan=False,
@@ -134,13 +148,12 @@ class RegionProgram:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("not the text of a region's program")
-        return RegionProgram(
-            tuple(map(_as_tensor, data["inputs"])),
-            tuple(map(_as_line, data["lines"])),
-            tuple(map(_as_tensor, data["outputs"])),
-            data["numbers"],
-            data["ranks"],
+        inputs, outputs = (
+            tuple(Tensor(*map(_decoded, row)) for row in data[key])
+            for key in ("inputs", "outputs")
         )
+        lines = tuple(Statement(*map(_decoded, row)) for row in data["lines"])
+        return RegionProgram(inputs, lines, outputs, data["numbers"], data["ranks"])
 
     @cached_property
     def title(self) -> str:
@@ -185,6 +198,14 @@ def dtype_of(text: str) -> torch.dtype:
     return dtype
 
 
+def op_named(name: str) -> Callable[..., Any]:
+    """Return the op of a name such as "aten.mul.Tensor"."""
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part)
+    return op
+
+
 def refs_in(x: Any) -> list[str]:
     """Return the names of the values in (nested) arguments."""
     if isinstance(x, Ref):
@@ -224,28 +245,13 @@ def _text_of(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _tensor_text(t: Tensor) -> list[Any]:
-    return [t.name, list(t.shape), list(t.stride), t.dtype]
+def _row(x: Tensor | Statement) -> list[Any]:
+    """Return the fields of a record as JSON has them."""
+    return [_encoded(getattr(x, f.name)) for f in dataclasses.fields(x)]
 
 
-def _as_tensor(row: Any) -> Tensor:
-    name, shape, stride, dtype = row
-    return Tensor(name, tuple(shape), tuple(stride), dtype)
-
-
-def _line_text(line: Statement) -> list[Any]:
-    kwargs = [[k, _encode(v)] for k, v in line.kwargs]
-    shape = list(line.shape)
-    return [line.name, line.op, _encode(line.args), kwargs, shape, line.dtype]
-
-
-def _as_line(row: Any) -> Statement:
-    name, op, args, kwargs, shape, dtype = row
-    pairs = tuple((k, _decode(v)) for k, v in kwargs)
-    return Statement(name, op, _decode(args), pairs, tuple(shape), dtype)
-
-
-def _encode(x: Any) -> Any:
+def _encoded(x: Any) -> Any:
+    """Return data of a program as JSON has it: what JSON lacks is {its kind: it}."""
     if isinstance(x, Ref):
         return {"value": x.name}
     if isinstance(x, Number):
@@ -257,45 +263,35 @@ def _encode(x: Any) -> Any:
     if isinstance(x, torch.memory_format):
         return {"layout": str(x).removeprefix("torch.")}
     if isinstance(x, (tuple, list)):
-        return [_encode(part) for part in x]
+        return [_encoded(part) for part in x]
     if isinstance(x, float) and not math.isfinite(x):
         return {"float": str(x)}
     assert x is None or isinstance(x, (bool, int, float, str)), x
     return x
 
 
-def _decode(x: Any) -> Any:
+def _decoded(x: Any) -> Any:
+    """Return the data of ``_encoded``."""
     if isinstance(x, list):
-        return tuple(_decode(part) for part in x)
+        return tuple(map(_decoded, x))
     if not isinstance(x, dict):
         return x
     ((kind, value),) = x.items()
-    read: dict[str, Callable[[Any], Any]] = {
-        "value": Ref,
-        "number": Number,
-        "group": lambda _: GroupName(),
-        "dtype": dtype_of,
-        "layout": lambda name: getattr(torch, name),
-        "float": float,
-    }
-    return read[kind](value)
+    return _KINDS[kind](value)
 
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
-prims = torch.ops.prims
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "value": Ref,
+    "number": Number,
+    "group": lambda _: GroupName(),
+    "dtype": dtype_of,
+    "layout": lambda name: getattr(torch, name),
+    "float": float,
+}
+
 
 # Passed on to an op when a program runs, or of no consequence in it.
 _LEFT_OUT = frozenset({"device", "layout", "pin_memory"})
-
-# A gather on CPU, as ``order_collectives.give_outputs`` leaves it, is a plain one
-# again.
-OWN_GATHER = "fxpar.all_gather_into_tensor.default"
-OWN_WAIT = "fxpar.wait_gather.default"
-_INSTEAD = {
-    OWN_GATHER: "_c10d_functional.all_gather_into_tensor.default",
-    OWN_WAIT: "_c10d_functional.wait_tensor.default",
-}
 
 
 @dataclass(frozen=True)
@@ -324,12 +320,24 @@ def outline(
 ) -> Outline:
     """Return the program of ``members``, of which ``outputs`` are read by others.
     ``ranks_of``: returns the size of a group."""
-    return _Outliner(set(members)).outline(members, outputs, ranks_of)
+    of = _Outliner()
+    for node in members:
+        of.line(node)
+    ordered = tuple(n for n in members if n in outputs)
+    results = (_dense(tensor_of(of.name_of[n], n.meta["val"])) for n in ordered)
+    program = RegionProgram(
+        tuple(of.inputs.values()),
+        tuple(of.lines),
+        tuple(results),
+        len(of.numbers),
+        ranks_of(of.group) if of.group else 1,
+    )
+    numbers = tuple(of.numbers)
+    return Outline(program, tuple(of.inputs), ordered, numbers, of.group, of.names)
 
 
 @dataclass
 class _Outliner:
-    members: set[fx.Node]  # nodes of the region
     name_of: dict[fx.Node, str] = field(default_factory=dict)  # names of values so far
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)  # by node outside
     lines: list[Statement] = field(default_factory=list)  # lines so far
@@ -338,56 +346,26 @@ class _Outliner:
     counts: dict[str, int] = field(default_factory=dict)  # how often a name was given
     names: dict[str, fx.Node] = field(default_factory=dict)  # by names of lines
 
-    def outline(
-        self,
-        members: Sequence[fx.Node],
-        outputs: Collection[fx.Node],
-        ranks_of: Callable[[str], int],
-    ) -> Outline:
-        for node in members:
-            self._line(node)
-        ordered = [n for n in members if n in outputs]
-        results = tuple(
-            _dense(tensor_of(self.name_of[n], n.meta["val"])) for n in ordered
-        )
-        program = RegionProgram(
-            tuple(self.inputs.values()),
-            tuple(self.lines),
-            results,
-            len(self.numbers),
-            ranks_of(self.group) if self.group else 1,
-        )
-        return Outline(
-            program,
-            tuple(self.inputs),
-            tuple(ordered),
-            tuple(self.numbers),
-            self.group,
-            self.names,
-        )
-
-    def _line(self, node: fx.Node) -> None:
+    def line(self, node: fx.Node) -> None:
+        """Add the line of an op."""
         op = op_name(node)
-        args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
-        in_group = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
-        if in_group or op == OWN_GATHER:
+        args, kwargs = node.args, node.kwargs
+        if op in _RECAST:
+            args, kwargs = _RECAST[op](self._number, *args), {}
+        if op.startswith("_c10d_functional.") and isinstance(args[-1], str):
             self.group, args = args[-1], (*args[:-1], GroupName())
         pairs = tuple(
             (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
         )
         encoded = tuple(self._argument(a) for a in args)
         op = {"prims.inductor_random.default": "fxpar.random.default"}.get(op, op)
-        op = _INSTEAD.get(op, op)
-        result = node.args[0] if op_name(node) == OWN_WAIT else node
-        assert isinstance(result, fx.Node)
-        value = result.meta["val"]
-        name = self._name(op)
+        value, name = node.meta["val"], self._name(op)
         tensor = value if isinstance(value, torch.Tensor) else None
         shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
         dtype = _text(tensor.dtype) if tensor is not None else "tuple"
         self.lines.append(Statement(name, op, encoded, pairs, shape, dtype))
-        self.name_of[result] = name
-        self.names[name] = result
+        self.name_of[node] = name
+        self.names[name] = node
 
     def _name(self, op: str) -> str:
         word = op.split(".")[1] if "." in op else op
@@ -427,36 +405,243 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Recast = Callable[[fx.Node, Callable[[int], Number]], tuple[tuple[Any, ...], Any]]
-
-
-def _as_it_is(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    return node.args, node.kwargs
-
-
-def _draw(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments with numbers for the begin of the slice, which differs
-    between ranks."""
-    size, seed, mode, whole, offset = node.args
-    return (size, seed, mode, whole, [number(x) for x in offset]), {}
-
-
-def _draw_whole(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments of our op for Inductor's own, which compiled draws the
-    same."""
-    size, seed, mode = node.args
-    return (size, seed, mode, size, [0] * len(size)), {}
-
-
-def _seed(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments with a number for the seed's index, which differs between
-    layers."""
-    seeds, index = node.args
-    return (seeds, number(index)), {}
-
-
-_RECAST: dict[str, Recast] = {
-    "fxpar.random.default": _draw,
-    "prims.inductor_random.default": _draw_whole,
-    "prims.inductor_lookup_seed.default": _seed,
+# Op -> (what makes a number of an integer, its arguments) -> those of a line. Numbers
+# are where the slice of a draw begins, which differs between ranks, and the index of a
+# seed, which differs between layers. Inductor's own op for draws that were compiled is
+# ours of all elements.
+_RECAST: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "fxpar.random.default": lambda number, size, seed, mode, whole, offset: (
+        *(size, seed, mode, whole),
+        [number(x) for x in offset],
+    ),
+    "prims.inductor_random.default": lambda number, size, seed, mode: (
+        *(size, seed, mode, size),
+        [0] * len(size),
+    ),
+    "prims.inductor_lookup_seed.default": lambda number, seeds, index: (
+        seeds,
+        number(index),
+    ),
 }
+
+
+WAIT = "_c10d_functional.wait_tensor.default"
+ALL_REDUCE = "_c10d_functional.all_reduce.default"
+REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+ALL_GATHER = "_c10d_functional.all_gather_into_tensor.default"
+MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """Is a collective with its wait."""
+
+    line: Statement  # the line of the collective itself
+    operand: str  # name of the value that it moves; contiguous
+    result: str  # name of its wait's result; contiguous
+
+    @property
+    def kind(self) -> str:
+        """Return one of "all_reduce", "reduce_scatter_tensor",
+        "all_gather_into_tensor"."""
+        return self.line.op.split(".")[1]
+
+
+@dataclass(frozen=True)
+class ComputeStep:
+    """Is the compute between two collectives."""
+
+    program: RegionProgram  # the lines between them, as a separate program
+
+
+@cache
+def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...]:
+    """Return the steps of a program."""
+    moves = [line for line in program.lines if line.op in MOVES]
+    stage = _stages(program)
+    steps: list[ComputeStep | CollectiveStep] = []
+    for k in range(len(moves) + 1):
+        lines = [
+            line
+            for line in program.lines
+            if stage[line.name] == k and line.op not in MOVES and line.op != WAIT
+        ]
+        if lines:
+            steps.append(ComputeStep(_part(program, lines)))
+        if k < len(moves):
+            steps.append(_move(program, moves[k]))
+    return tuple(steps)
+
+
+def _stages(program: RegionProgram) -> dict[str, int]:
+    """Return, for each line, the number of collectives that are done when it runs."""
+    least: dict[str, int] = {}  # by its operands
+    started = 0
+    for line in program.lines:
+        after = max((least.get(name, 0) for name in line.refs), default=0)
+        if line.op == WAIT:
+            after += 1
+        elif line.op in MOVES:
+            assert after <= started, "a collective needs one that is after it"
+            after, started = started, started + 1
+        least[line.name] = after
+    last_stage: dict[str, int] = {}  # by its readers
+    end = started
+    outputs = {t.name for t in program.outputs}
+    for line in reversed(program.lines):
+        free = least[line.name] == 0 and line.op not in MOVES
+        if free and line.name in last_stage and line.name not in outputs:
+            least[line.name] = last_stage[line.name]
+        stage = least[line.name]
+        for name in line.refs:
+            last_stage[name] = min(last_stage.get(name, end), stage)
+    return least
+
+
+def _move(program: RegionProgram, line: Statement) -> CollectiveStep:
+    wait = next(w for w in program.lines if w.op == WAIT and line.name in w.refs)
+    operand = line.args[0]
+    assert isinstance(operand, Ref)
+    return CollectiveStep(line, operand.name, wait.name)
+
+
+def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
+    """Return lines as a program; its outputs are the values that others read."""
+    inside = {line.name for line in lines}
+    read = {name: None for line in lines for name in line.refs if name not in inside}
+    inputs = {t.name: t for t in program.inputs}
+    results = {t.name: t for t in program.outputs}
+    read_outside = {
+        name
+        for other in program.lines
+        if other.name not in inside
+        for name in other.refs
+    }
+    outputs = [
+        results.get(line.name, row_major(line))
+        for line in lines
+        if line.name in read_outside or line.name in results
+    ]
+    operands = [inputs.get(name) or row_major(program.values[name]) for name in read]
+    # A collective's operand is stored row by row.
+    collective_operands = {n for x in program.lines if x.op in MOVES for n in x.refs}
+    outputs = [row_major(t) if t.name in collective_operands else t for t in outputs]
+    return RegionProgram(
+        tuple(operands), tuple(lines), tuple(outputs), program.numbers, program.ranks
+    )
+
+
+def row_major(value: Statement | Tensor) -> Tensor:
+    """Return a value as a tensor that is stored row by row."""
+    return Tensor(value.name, value.shape, contiguous(value.shape), value.dtype)
+
+
+@dataclass(frozen=True)
+class SplitProgram:
+    """Is a program split for one kernel with all of it."""
+
+    moves: tuple[CollectiveStep, ...]  # in order
+    # Before, between and after ``moves``, one more than these; may have no lines.
+    parts: tuple[RegionProgram, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of the collectives, in order."""
+        return tuple(move.kind for move in self.moves)
+
+
+def cut(program: RegionProgram) -> SplitProgram:
+    """Split a program for one kernel: each part gives all that the kernel must write.
+
+    That includes values that pass from one collective to the next, or through one to
+    the caller, and masks of this rank's part. Raises CannotEmit.
+    """
+    moves: list[CollectiveStep] = []
+    parts: dict[int, RegionProgram] = {}
+    for step in stages_of(program):
+        if isinstance(step, CollectiveStep):
+            moves.append(step)
+        else:
+            assert isinstance(step, ComputeStep)
+            parts[len(moves)] = step.program
+    if {0, 1} <= parts.keys():
+        parts[0], parts[1] = _with_masks_moved(program, moves[0], parts[0], parts[1])
+    output_names = {t.name for t in program.outputs}
+    full = []
+    for k in range(len(moves) + 1):
+        part = parts.get(k, RegionProgram((), (), (), program.numbers, program.ranks))
+        if k and moves[k - 1].result in output_names:
+            part = _passing_on(part, row_major(program.values[moves[k - 1].result]))
+        if k < len(moves) and moves[k].operand not in {t.name for t in part.outputs}:
+            part = _passing_on(part, _operand(program, moves, k))
+        full.append(part)
+    return SplitProgram(tuple(moves), tuple(full))
+
+
+def _with_masks_moved(
+    program: RegionProgram,
+    move: CollectiveStep,
+    first: RegionProgram,
+    then: RegionProgram,
+) -> tuple[RegionProgram, RegionProgram]:
+    """Return both parts, with outputs of the first that have the size of a collective's
+    result and not of its operand moved to the second: a mask of this rank's rows that
+    is a result itself."""
+    operand, result = program.values[move.operand], program.values[move.result]
+    fit = {t for t in first.outputs if t.count == result.count != operand.count}
+    if not fit:
+        return first, then
+    other_outputs = tuple(t for t in first.outputs if t not in fit)
+    names = {t.name for t in fit}
+    present = {line.name for line in then.lines}
+    lines = [line for line in _cone(first, names) if line.name not in present]
+    lines += then.lines
+    computed = {line.name for line in lines}
+    inputs = {t.name: t for t in (*first.inputs, *then.inputs)}
+    read = dict.fromkeys(name for line in lines for name in line.refs)
+    outputs = (*(t for t in first.outputs if t in fit), *then.outputs)
+    output_names = {t.name for t in program.outputs}
+    return (
+        dataclasses.replace(
+            first,
+            lines=_cone(first, {t.name for t in other_outputs}),
+            outputs=other_outputs,
+        ),
+        dataclasses.replace(
+            then,
+            inputs=tuple(inputs[name] for name in read if name not in computed),
+            lines=tuple(lines),
+            outputs=tuple(t for t in outputs if t.name in output_names or t not in fit),
+        ),
+    )
+
+
+def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
+    """Return the lines that compute some values."""
+    names_read, lines = set(names), []
+    for line in reversed(part.lines):
+        if line.name in names_read:
+            names_read.update(line.refs)
+            lines.append(line)
+    return tuple(reversed(lines))
+
+
+def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) -> Tensor:
+    """Return the operand of a collective that no line before it makes: an input, or the
+    result of the collective before. Raises CannotEmit."""
+    name = moves[k].operand
+    available = {t.name for t in program.inputs} | {move.result for move in moves[:k]}
+    if name not in available:
+        raise CannotEmit(name, "is given to a collective long after it is made")
+    return next(
+        (t for t in program.inputs if t.name == name), row_major(program.values[name])
+    )
+
+
+def _passing_on(part: RegionProgram, t: Tensor) -> RegionProgram:
+    """Return a part that also passes on one of its inputs."""
+    inputs = part.inputs
+    if t.name not in {x.name for x in inputs}:
+        inputs = (*inputs, t)
+    handed_on = dataclasses.replace(t, stride=contiguous(t.shape))
+    return dataclasses.replace(part, inputs=inputs, outputs=(*part.outputs, handed_on))

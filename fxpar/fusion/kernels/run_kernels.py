@@ -29,8 +29,10 @@ import torch
 from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels.emit import Kernel, kernel_of
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
 from fxpar.fusion.kernels.region_program import (
+    CannotEmit,
+    CollectiveStep,
+    ComputeStep,
     GroupName,
     Number,
     Ref,
@@ -38,11 +40,8 @@ from fxpar.fusion.kernels.region_program import (
     Tensor,
     contiguous,
     dtype_of,
+    op_named,
     replaced,
-)
-from fxpar.fusion.kernels.split_at_collectives import (
-    CollectiveStep,
-    ComputeStep,
     stages_of,
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
@@ -163,10 +162,7 @@ def op_of(name: str) -> Callable[..., Any]:
         return _INSTEAD[name]
     if name.startswith("prims."):
         _torch.inductor.inductor_prim("seeds")  # Inductor registers some of them
-    op: Any = torch.ops
-    for part in name.split("."):
-        op = getattr(op, part)
-    return op
+    return op_named(name)
 
 
 ALIGNED = 16  # bytes of the widest load
@@ -197,7 +193,10 @@ def run(
             continue
         kernel = compiled(step.program, device.type, alone)
         if kernel is None:
-            values |= _interpreted(step.program, values, numbers)
+            part = step.program
+            operands = [values[t.name] for t in part.inputs]
+            parts = interpret(part, operands, numbers)
+            values |= zip((t.name for t in part.outputs), parts, strict=True)
             continue
         # A later part could read what an earlier one overwrites.
         into_here = targets if i == last else {}
@@ -251,14 +250,6 @@ def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tenso
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
-def _interpreted(
-    part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """Return the results of a part, by name, without a kernel."""
-    results = interpret(part, [values[t.name] for t in part.inputs], numbers)
-    return dict(zip((t.name for t in part.outputs), results, strict=True))
-
-
 def run_kernel(
     kernel: Kernel,
     values: Mapping[str, torch.Tensor],
@@ -269,19 +260,23 @@ def run_kernel(
 ) -> dict[str, torch.Tensor]:
     """Run a kernel and return its results, by name; at ``targets`` where that is
     safe."""
-    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = places(kernel, reads, targets, device)
-    scalars = given_numbers(kernel, values, numbers)
-    call(kernel, (*reads, *writes, *scalars), region)
+    arguments, writes = arguments_of(kernel, values, numbers, device, targets)
+    call(kernel, arguments, region)
     return by_name(kernel, writes)
 
 
-def given_numbers(
-    kernel: Kernel, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
-) -> list[float]:
-    """Return the last arguments of a kernel."""
-    alone: list[float] = [values[name].item() for name in kernel.alone]
-    return [*alone, *(numbers[i] for i in kernel.numbers)]
+def arguments_of(
+    kernel: Kernel,
+    values: Mapping[str, torch.Tensor],
+    numbers: Sequence[int],
+    device: torch.device,
+    targets: Mapping[str, torch.Tensor],
+) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """Return the arguments of a kernel, and those of them that it writes."""
+    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = places(kernel, reads, targets, device)
+    alone = (values[name].item() for name in kernel.alone)
+    return (*reads, *writes, *alone, *(numbers[i] for i in kernel.numbers)), writes
 
 
 def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

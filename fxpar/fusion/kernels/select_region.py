@@ -26,26 +26,22 @@ from torch import fx
 
 from fxpar.fusion.kernels.emit import emit_body
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
-from fxpar.fusion.kernels.index_arithmetic import (
+from fxpar.fusion.kernels.placement import (
     CAST,
+    KNOWN,
     LONGEST,
     SAME_ORDER,
-    CannotEmit,
     reduction_of,
 )
-from fxpar.fusion.kernels.placement import KNOWN
 from fxpar.fusion.kernels.region_program import (
-    OWN_GATHER,
-    OWN_WAIT,
-    Outline,
-    op_name,
-    outline,
-)
-from fxpar.fusion.kernels.split_at_collectives import (
     MOVES,
     REDUCE_SCATTER,
     WAIT,
+    CannotEmit,
     ComputeStep,
+    Outline,
+    op_name,
+    outline,
     stages_of,
 )
 from fxpar.graph.builder import region_of
@@ -53,8 +49,7 @@ from fxpar.sharding.cost.op import is_contraction, is_light, is_view, tensors_in
 from fxpar.sharding.op_facts import op_facts_of
 
 REGION = "fxpar.region.default"
-_STARTS = MOVES | {OWN_GATHER}
-WAITS = frozenset({WAIT, OWN_WAIT})
+_OF_MOVES = MOVES | {WAIT}
 
 # Attempts to leave out nodes that the emitter refuses.
 _ATTEMPTS = 40
@@ -81,7 +76,7 @@ class SelectedRegion:
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:
     """Return the collectives at which regions may begin, in graph order."""
-    return [n for n in graph.nodes if op_name(n) in _STARTS]
+    return [n for n in graph.nodes if op_name(n) in MOVES]
 
 
 def grow(
@@ -96,7 +91,7 @@ def grow(
         if not growth.run():
             return None, growth.misses
         members = growth.trimmed()
-        if not any(op_name(n) not in _STARTS | WAITS for n in members):
+        if not any(op_name(n) not in _OF_MOVES for n in members):
             return None, growth.misses
         outputs = results_of(members)
         outlined = outline(members, outputs, ranks_of)
@@ -107,7 +102,7 @@ def grow(
             )
             return region, growth.misses
         node = outlined.names.get(wrong.line)
-        if node is None or node in banned or op_name(node) in _STARTS | WAITS:
+        if node is None or node in banned or op_name(node) in _OF_MOVES:
             return None, [*growth.misses, Miss(collective, collective, wrong.why)]
         banned[node] = wrong.why
     return None, growth.misses
@@ -134,16 +129,14 @@ def under_way(region: SelectedRegion) -> fx.Node | None:
     for node in before(at):
         waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
         is_launched = not waits or min(waits) > at
-        has_begun = (
-            bool(waits) or op_name(node) in _STARTS
-        )  # also an exchange, a message
+        has_begun = bool(waits) or op_name(node) in MOVES  # also an exchange, a message
         if has_begun and node not in inside and is_launched:
             return node
     return None
 
 
 def _waits(node: fx.Node) -> list[fx.Node]:
-    return [u for u in node.users if op_name(u) in WAITS]
+    return [u for u in node.users if op_name(u) == WAIT]
 
 
 def before(node: fx.Node) -> Iterator[fx.Node]:
@@ -159,7 +152,7 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
     inside = set(members)
     read_outside = set()
     for node in members:
-        if op_name(node) == OWN_WAIT or all(u in inside for u in node.users):
+        if all(u in inside for u in node.users):
             continue
         while is_view(node) and node.args[0] in inside:
             node = node.args[0]
@@ -170,7 +163,7 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
 def is_heavy(node: fx.Node) -> bool:
     """Return whether an op is worth overlapping with a collective, or is one itself."""
     op = op_name(node)
-    return op in _STARTS or op == REGION or is_contraction(node.target)
+    return op in MOVES or op == REGION or is_contraction(node.target)
 
 
 @dataclass
@@ -202,7 +195,7 @@ class _Growth:
         self.schedule_region = region_of(start)
         overlapping = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
         if overlapping is not None and self.schedule_region is None:
-            if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
+            if _is_computed_with(waits[0]):
                 self._miss(start, f"it runs at the same time as {overlapping.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
@@ -216,9 +209,7 @@ class _Growth:
         return True
 
     def _add_move(self, start: fx.Node, wait: fx.Node, stage: int) -> None:
-        own_gather = op_name(start) == OWN_GATHER
-        self.members[start] = stage + own_gather
-        self.members[wait] = stage + 1
+        self.members[start], self.members[wait] = stage, stage + 1
         self.counts[stage + 1] = _count(start)
 
     def _miss(self, node: fx.Node, why: str) -> None:
@@ -359,7 +350,8 @@ class _Growth:
             node = node.prev
 
     def _absorb(self, node: fx.Node) -> None:
-        stages = {self._read_at(u) for u in node.users}
+        # How many collectives are done when a user reads it.
+        stages = {0 if u is self.collective else self.members[u] for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
             return
         if region_of(node) != self.schedule_region:
@@ -380,10 +372,6 @@ class _Growth:
                 self.ends.discard(node)
                 return
         self.members[node] = stage
-
-    def _read_at(self, user: fx.Node) -> int:
-        """Return how many collectives are done when ``user`` reads a member."""
-        return 0 if user is self.collective else self.members[user]
 
     def trimmed(self) -> list[fx.Node]:
         """Return members in order, without views at the border: those cost nothing

@@ -37,29 +37,29 @@ from fxpar.fusion.kernels.emit import (
     Kernel,
     Sink,
     Source,
+    assembled,
     emit_body,
-    function,
     is_wide,
-    loops_of,
     masked,
     number_source,
     phase,
     pointer_sink,
     pointer_source,
-    warps_of,
 )
 from fxpar.fusion.kernels.expressions import DTYPES
-from fxpar.fusion.kernels.index_arithmetic import (
+from fxpar.fusion.kernels.placement import (
     FLAT_BLOCK,
-    CannotEmit,
     Space,
     space_of,
 )
-from fxpar.fusion.kernels.region_program import RegionProgram, Tensor, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import (
+from fxpar.fusion.kernels.region_program import (
+    CannotEmit,
     CollectiveStep,
+    RegionProgram,
     SplitProgram,
+    Tensor,
     cut,
+    dtype_of,
     row_major,
 )
 from fxpar.fusion.kernels.symmetric_memory import region_number
@@ -158,7 +158,18 @@ class _TemplateBuilder:
                 if self.shots == 2 and not self.is_scattered:
                     self._sum_own(self.cut.moves[0])
             self._part(k, part)
-        return Template(self._kernel(), self.nbytes, self.program)
+        kernel = assembled(
+            f"region_{self.program.hash}_{'switch' if self.switch else self.shots}",
+            self.program,
+            self.bodies,
+            self.lines,
+            tuple(self.phase_outputs.values()),
+            self.space,
+            self.programs,
+            ("buffers_ptr", "signals_ptr"),
+            (f"n{self.program.numbers}",),
+        )
+        return Template(kernel, self.nbytes, self.program)
 
     def _next(self) -> None:
         region = region_number(self.program.hash, self.program.title)
@@ -357,35 +368,6 @@ class _TemplateBuilder:
             f"for turn in range({first}, {self.space.turns}, {step}):",
             f"    lib.switch_sum(buffers_ptr, {call})",
         ]
-
-    def _kernel(self) -> Kernel:
-        program = self.program
-        body_parameters = [p for body in self.bodies for p in body.parameters]
-        sums = frozenset(x for body in self.bodies for x in body.sums)
-        numbers = tuple(sorted({i for body in self.bodies for i in body.numbers}))
-        reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in body_parameters)
-        alone = tuple(
-            t.name for t in program.inputs if f"{t.name}_value" in body_parameters
-        )
-        writes = tuple(self.phase_outputs.values())
-        parameters = ["buffers_ptr", "signals_ptr"]
-        parameters += [f"{t.name}_ptr" for t in (*reads, *writes)]
-        parameters += [f"{name}_value" for name in alone]
-        parameters += [f"n{i}" for i in (*numbers, program.numbers)]
-        name = f"region_{program.hash}_{'switch' if self.switch else self.shots}"
-        return Kernel(
-            name,
-            function(name, parameters, self.lines, str(program)),
-            reads,
-            writes,
-            sums,
-            numbers,
-            self.space,
-            self.programs,
-            warps_of(self.space),
-            loops_of(self.bodies),
-            alone,
-        )
 
 
 def _check(name: str, offset: str) -> None:

@@ -18,19 +18,24 @@ along the same axes. Never joins nodes that wait for each other.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.fusion.node_legality import CallableRegion as CallableRegion
-from fxpar.fusion.node_legality import UnevenOp, is_message
-from fxpar.fusion.node_legality import arrange as arrange
+from fxpar.fusion.node_legality import (
+    CallableRegion,
+    UnevenOp,
+    arrange,
+    is_message,
+    outlined,
+)
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import REGION, Builder
+
+aten = torch.ops.aten
 
 _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 
@@ -58,46 +63,14 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     }
     if len(over) > 1:
         raise refuse("fuse", members[0], f"would communicate along {sorted(over)}")
-    _check_messages(members)
-    return [_outline(edit, members)]
-
-
-def _check_messages(members: list[fx.Node]) -> None:
-    """Raise ScheduleError if a region both sends and receives: it could wait for a
-    value computed from what it sends, and no path in this graph shows that."""
     messages = [node for node in members if is_message(node)]
     if len({node.target for node in messages}) > 1:
+        # It could wait for a value computed from what it sends, by another stage.
         raise refuse("fuse", messages[-1], "is received and sent in one region")
-
-
-def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
-    inside = set(members)
-    read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
-    results = [m for m in members if any(u not in inside for u in m.users)]
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in read:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in members:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    graph.output(tuple(copies[node] for node in results))
-    last = members[-1]
-    with edit.graph.inserting_before(last.next):
-        region = edit.graph.call_function(CallableRegion(graph), tuple(read))
-        region.meta = {"val": tuple(node.meta["val"] for node in results)}
-        region.meta["fxpar_origin"] = last.name
-        for i, node in enumerate(results):
-            item = edit.graph.call_function(operator.getitem, (region, i))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(
-                item, delete_user_cb=lambda user: user not in inside
-            )
-    for node in reversed(members):
-        edit.graph.erase_node(node)
+    results = [m for m in members if any(u not in members for u in m.users)]
+    region, _ = outlined(edit.graph, members, results, CallableRegion)
     arrange(edit.graph)
-    return region
+    return [region]
 
 
 def inline(graph: fx.Graph) -> None:
@@ -148,15 +121,13 @@ def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
         at = at.next
 
 
-aten = torch.ops.aten
-Nodes = tuple[fx.Node, ...]
-
-
 def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """Apply ``bucket``. Return the one collective."""
+    """Apply ``bucket``. Return the one collective. It moves rows: a reduce-scatter
+    takes one for each rank and gives one, a gather the reverse, an all-reduce one."""
     nodes = tuple(sorted(set(nodes)))
     (first, *others), together = nodes, set(nodes)
-    if first.target not in _JOIN:
+    target, args = first.target, first.args[1:]
+    if target not in _JOINED:
         raise refuse("bucket", first, "is no all-reduce, reduce-scatter or all-gather")
     kind = _kind(first)
     for node in others:
@@ -164,17 +135,30 @@ def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
             raise refuse("bucket", node, f"is not of the kind of {first.name}")
         if not together.isdisjoint(node.all_input_nodes):
             raise refuse("bucket", node, "is computed from another of them")
-    between = path_outside([first, *others])
+    between = path_outside(nodes)
     if between is not None:
         raise refuse("bucket", between, "waits for one of them, another for it")
-    last = max(nodes)
-    with edit.before(last) as build:
-        whole, cut = _JOIN[first.target](build, nodes)
-        pieces = [cut(node) for node in nodes]
+    if target is not collective_nodes.all_reduce:
+        args = (0, *args[1:])
+    count, pieces, at = edit.mesh.count(collective_nodes.axes_of(first)), [], 0
+    with edit.before(nodes[-1]) as build:
+        rows = build.call(
+            aten.cat.default, [_operand_rows(build, n, count) for n in nodes], 1
+        )
+        whole = collective_nodes.step(build, target, rows, *args)
+        each = whole.meta["val"].shape[0]
+        for node in nodes:
+            size = node.meta["val"].numel() // each
+            piece = build.call(aten.slice.Tensor, whole, 1, at, at + size)
+            pieces.append(_result(build, node, piece, count))
+            at += size
     for node, piece in zip(nodes, pieces, strict=True):
         edit.swap(node, piece)
     arrange(edit.graph)
     return [whole]
+
+
+_JOINED = {*_REDUCING, collective_nodes.all_gather}
 
 
 def _kind(node: fx.Node) -> tuple[Any, ...]:
@@ -184,103 +168,30 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
     return node.target, *op, node.args[-1], value.dtype, value.device
 
 
-def _reduced(build: Builder, nodes: Nodes) -> Any:
-    """Join all-reduces: operands flat, one after the other."""
-    flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
-    row = build.call(aten.cat.default, flat)
-    whole = collective_nodes.step(
-        build, collective_nodes.all_reduce, row, *nodes[0].args[1:]
-    )
-    starts = _starts(nodes, nodes)
-    return whole, _cutting(build, whole, 0, starts)
+def _operand_rows(build: Builder, node: fx.Node, count: int) -> fx.Node:
+    """Return the operand of a collective as one row, or as one for each rank: the part
+    that the rank receives of a reduce-scatter."""
+    x: Any = node.args[0]
+    if node.target is not collective_nodes.reduce_scatter:
+        return build.call(aten.reshape.default, x, [1, x.meta["val"].numel()])
+    dim, shape = _dim(node), list(x.meta["val"].shape)
+    cut_up = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+    rows = build.call(aten.reshape.default, x, cut_up)
+    rows = build.call(aten.movedim.int, rows, dim, 0)
+    return build.call(aten.reshape.default, rows, [count, math.prod(shape) // count])
 
 
-def _scattered(build: Builder, nodes: Nodes) -> Any:
-    """Join reduce-scatters: one row per rank, of the parts that the rank receives."""
-    count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
-    flat = []
-    for node in nodes:
-        x: Any = node.args[0]
-        dim, shape = _dim(node), list(x.meta["val"].shape)
-        cut_up = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
-        rows = build.call(aten.reshape.default, x, cut_up)
-        rows = build.call(aten.movedim.int, rows, dim, 0)
-        size = x.meta["val"].numel() // count
-        flat.append(build.call(aten.reshape.default, rows, [count, size]))
-    whole_row = build.call(aten.cat.default, flat, 1)
-    args: Any = (0, *nodes[0].args[2:])
-    whole = collective_nodes.step(
-        build, collective_nodes.reduce_scatter, whole_row, *args
-    )
-    starts = _starts(nodes, nodes)
-    return whole, _cutting(build, whole, 1, starts)
-
-
-def _collected(build: Builder, nodes: Nodes) -> Any:
-    """Join all-gathers: one row per rank, of the rank's own operands."""
-    count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
-    operands = [n.all_input_nodes[0] for n in nodes]
-    flat = [
-        build.call(aten.reshape.default, x, [1, x.meta["val"].numel()])
-        for x in operands
-    ]
-    rows = build.call(aten.cat.default, flat, 1)
-    whole = collective_nodes.step(
-        build,
-        collective_nodes.all_gather,
-        rows,
-        0,
-        collective_nodes.axes_of(nodes[0]),
-    )
-    starts = _starts(nodes, operands)
-
-    def cut(node: fx.Node) -> fx.Node:
-        x: Any = node.args[0]
-        dim, shape = _dim(node), list(x.meta["val"].shape)
-        piece = _piece(build, whole, 1, starts[node], math.prod(shape))
-        piece = build.call(aten.reshape.default, piece, [count, *shape])
-        piece = build.call(aten.movedim.int, piece, 0, dim)
-        shape = list(node.meta["val"].shape)
-        return build.contiguous(build.call(aten.reshape.default, piece, shape))
-
-    return whole, cut
-
-
-def _cutting(
-    build: Builder, whole: fx.Node, dim: int, starts: dict[fx.Node, int]
-) -> Callable[[fx.Node], fx.Node]:
-    """Return a function that takes a node's result out of the joined one, which is flat
-    along ``dim``."""
-
-    def cut(node: fx.Node) -> fx.Node:
-        shape = list(node.meta["val"].shape)
-        piece = _piece(build, whole, dim, starts[node], math.prod(shape))
+def _result(build: Builder, node: fx.Node, piece: fx.Node, count: int) -> fx.Node:
+    """Return the result of a collective, given its part of the joined one's rows."""
+    shape = list(node.meta["val"].shape)
+    if node.target is not collective_nodes.all_gather:
         return build.call(aten.reshape.default, piece, shape)
-
-    return cut
+    x: Any = node.args[0]
+    piece = build.call(aten.reshape.default, piece, [count, *x.meta["val"].shape])
+    piece = build.call(aten.movedim.int, piece, 0, _dim(node))
+    return build.contiguous(build.call(aten.reshape.default, piece, shape))
 
 
 def _dim(node: fx.Node) -> int:
     dim: Any = node.args[1]
     return dim
-
-
-def _starts(nodes: Nodes, sized: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return where the part of each node begins, one after the other; parts have the
-    sizes of the values of ``sized``."""
-    starts, start = {}, 0
-    for node, like in zip(nodes, sized, strict=True):
-        starts[node] = start
-        start += like.meta["val"].numel()
-    return starts
-
-
-def _piece(build: Builder, x: fx.Node, dim: int, start: int, size: int) -> fx.Node:
-    return build.call(aten.slice.Tensor, x, dim, start, start + size)
-
-
-_JOIN: dict[Any, Any] = {
-    collective_nodes.all_reduce: _reduced,
-    collective_nodes.reduce_scatter: _scattered,
-    collective_nodes.all_gather: _collected,
-}

@@ -21,6 +21,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.schedule_edit import Axes, Edit, refuse
 from fxpar.graph import collective_nodes
+from fxpar.sharding.program import descendants
 from fxpar.sharding.spec import Spec
 
 
@@ -270,7 +271,7 @@ def as_slice(
     if updated is not None:
         if not _is_gathered(updated, state, dim, axes):
             raise refuse("as_slice", updated, f"is not gathered along dim {dim}")
-        if updated not in _computed_from(state):
+        if updated not in descendants([state]):
             raise refuse("as_slice", updated, f"is not computed from {state.name}")
         _return_slice(edit, updated)
     else:
@@ -299,20 +300,9 @@ def _is_gathered(node: fx.Node, state: fx.Node, dim: int, axes: Axes) -> bool:
     )
 
 
-def _computed_from(state: fx.Node) -> set[fx.Node]:
-    """Return all nodes computed from the state."""
-    readers, pending = set[fx.Node](), [state]
-    while pending:
-        for user in pending.pop().users:
-            if user not in readers:
-                readers.add(user)
-                pending.append(user)
-    return readers
-
-
 def _check_read_only(edit: Edit, state: fx.Node, dim: int, axes: Axes) -> None:
     """Raise ScheduleError if an output may be the state's new value, still whole."""
-    readers = _computed_from(state)
+    readers = descendants([state])
     for node in edit.graph.output_node().all_input_nodes:
         if node in readers and _is_gathered(node, state, dim, axes):
             raise refuse(

@@ -16,10 +16,19 @@ there, and is waited for where its result is read: gathers one chunk ahead, redu
 at the end. With ``ring=`` the chunks are the parts of the ranks, which go from
 neighbour to neighbour (``ring``) instead. Messages to another stage run in chunks as
 well. Never lets an op run in chunks that reads all of the cut dim.
+
+``overlap(..., fused=1)``: products of the rows of a gather, along a dim that they do
+not sum over, are ``fxpar::gather_matmul``; a product whose rows a reduce-scatter takes
+is ``fxpar::matmul_scatter``. On GPUs that share memory these ops are PyTorch's own of
+asynchronous tensor parallelism (``symm_mem::fused_all_gather_matmul``,
+``symm_mem::fused_matmul_reduce_scatter``), elsewhere the two ops one after the other
+(``graph.custom_ops``). Never chosen automatically: their seconds are not in the cost
+model.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +36,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion import fused_matmul
 from fxpar.fusion import node_legality as order
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
@@ -36,7 +44,10 @@ from fxpar.fusion.verbs import send_recv
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
+from fxpar.graph.custom_ops import group_name
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.program import ancestors
 
 aten = torch.ops.aten
 
@@ -126,7 +137,7 @@ def overlap(
 
     chunks: how many, 2 by default. dim: of the collective's result, to be cut in
     chunks. ring: number of directions, 1 or 2; the chunks are then the parts of the
-    ranks. fused: 1 for one op that does both (``fused_matmul``).
+    ranks. fused: 1 for one op that does both.
     """
     for scheme in SCHEMES:
         if scheme.is_for(starts, ends):
@@ -135,11 +146,15 @@ def overlap(
             if results is not None:
                 return results
     if fused:
-        _check_alone(starts[0], chunks, dim, ring)
+        if any(other is not None for other in (chunks, dim, ring)):
+            why = "is fused with its collective, which has no chunks of its own"
+            raise refuse(
+                "overlap", starts[0], why, fix="leave out chunks, dim and ring"
+            )
         if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:
-            return fused_matmul.gather_first(edit, starts[0], ends)
+            return _fused_gather(edit, starts[0], ends)
         if len(ends) == 1 and ends[0].target is collective_nodes.reduce_scatter:
-            return fused_matmul.reduce_last(edit, starts, ends[0])
+            return _fused_scatter(edit, starts, ends[0])
         why = "is no gather before products, and no product before a reduce-scatter"
         raise refuse("overlap", starts[0], why, fix="leave out fused")
     if len(starts) == 1 and starts[0].target in _FIRST:
@@ -149,12 +164,6 @@ def overlap(
         how = _Chunking(edit, ends[0], chunks, dim, ring)
         return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
-
-
-def _check_alone(node: fx.Node, *others: int | None) -> None:
-    if any(other is not None for other in others):
-        why = "is fused with its collective, which has no chunks of its own"
-        raise refuse("overlap", node, why, fix="leave out chunks, dim and ring")
 
 
 # Collectives that chunks may begin with, or end with; a gather that ends them is one
@@ -469,3 +478,94 @@ class _Skew:
                 place.append((i + hops[node], hops[node], k, node))
         for *_, node in sorted(place, key=lambda p: p[:3]):
             self.anchor.prepend(node)
+
+
+ours = torch.ops.fxpar
+
+_SUMS = ("sum", "avg")
+
+
+def _fused_gather(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
+    """Put a gather and the products ``ends`` into one op. Return the products."""
+    args: Any = gather.args
+    x, dim = args[0], args[1]
+    if dim == x.meta["val"].dim() - 1:
+        raise refuse("overlap", gather, "gathers the dim that a product sums over")
+    weights = [_weight(end, gather) for end in ends]
+    with edit.before(max(ends).next) as build:
+        fused = _fused_call(
+            edit, build, gather, ours.gather_matmul.default, x, weights, dim
+        )
+        whole = build.call(operator.getitem, fused, 0)
+        rows = [build.call(operator.getitem, fused, i) for i in range(1, len(ends) + 1)]
+        products = [
+            build.call(aten.reshape.default, x, list(end.meta["val"].shape))
+            for x, end in zip(rows, ends, strict=True)
+        ]
+    for end, product in zip(ends, products, strict=True):
+        edit.swap(end, product)
+    edit.swap(gather, whole)
+    arrange(edit.graph)
+    return products
+
+
+def _fused_scatter(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> Any:
+    """Put a product and its reduce-scatter into one op. Return the result of each
+    rank."""
+    args: Any = reduced.args
+    source, dim, op = args[0], args[1], args[2]
+    product = _before_reshapes(source)
+    shape = list(source.meta["val"].shape)
+    if starts != (product,) or product.target is not aten.mm.default:
+        why = "does not reduce the rows of a product of two matrices"
+        raise refuse("overlap", reduced, why)
+    if op not in _SUMS or dim == len(shape) - 1:
+        raise refuse("overlap", reduced, f"is a {op} along dim {dim} of {len(shape)}")
+    chain, read_too = source, "is read by others too"
+    while chain is not product.args[0]:
+        if len(chain.users) > 1:
+            raise refuse("overlap", chain, read_too)
+        if chain is product:
+            break
+        chain = chain.all_input_nodes[0]
+    x, w = product.args
+    with edit.before(reduced) as build:
+        rows = [*shape[:-1], x.meta["val"].shape[1]]
+        x = build.call(aten.reshape.default, x, rows)
+        fused = _fused_call(
+            edit, build, reduced, ours.matmul_scatter.default, x, w, op, dim
+        )
+    edit.swap(reduced, fused)
+    return [fused]
+
+
+def _fused_call(
+    edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any
+) -> Any:
+    axes = collective_nodes.axes_of(node)
+    if edit.mesh.ordered(axes) != tuple(axes):
+        raise refuse("overlap", node, f"has its axes in another order than {edit.mesh}")
+    return build.call(target, *args, edit.mesh.count(axes), group_name(edit.mesh, axes))
+
+
+def _before_reshapes(node: fx.Node) -> Any:
+    """Return the value before reshapes that keep the last dim: the same rows, in
+    order."""
+    while op_facts_of(node.target).reshapes:
+        source = node.all_input_nodes[0]
+        if node.meta["val"].shape[-1:] != source.meta["val"].shape[-1:]:
+            break
+        node = source
+    return node
+
+
+def _weight(end: fx.Node, gather: fx.Node) -> Any:
+    """Return the matrix that a product multiplies the gathered value with."""
+    args: Any = end.args
+    if end.target is not aten.mm.default or _before_reshapes(args[0]) is not gather:
+        raise refuse(
+            "overlap", end, f"is no product of the rows of {gather.name} with a matrix"
+        )
+    if gather in ancestors([args[1]]):
+        raise refuse("overlap", end, f"has {gather.name} on both sides")
+    return args[1]

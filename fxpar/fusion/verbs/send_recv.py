@@ -5,7 +5,7 @@ slices.
 whose value is equal on all of them, and the receivers gather the slices: at the border
 of a pipeline the gather moves to the receivers (CoCoNeT, section 3.2, T12 of its
 programs). Both stages must do so: the same lines change the graphs of all stages
-(``pipeline_stages.apply_stages``).
+(``apply_schedule.apply_stages``).
 
 In: an Edit of one stage. Out: the nodes that later lines may name. Never changes one
 end of a message alone: a single graph is refused.

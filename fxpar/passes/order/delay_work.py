@@ -29,10 +29,9 @@ from torch import fx
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.joinable_collectives import from_inputs
-from fxpar.passes.order.sink_waits import is_chunk
-from fxpar.passes.order.small_collectives import is_pure
+from fxpar.passes.order.sink_waits import derived_from, is_chunk
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
-from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
+from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -76,16 +75,6 @@ def join(call: fx.Node, half: fx.Node) -> None:
     half.replace_all_uses_with(call)
     call.graph.erase_node(half)
     _ask_for(call, mask, values)
-
-
-def computed_of(half: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return ``half`` and the nodes, given in order, that are computed from it only."""
-    alone = {half}
-    for node in nodes:
-        read = node.all_input_nodes
-        if read and alone.issuperset(read):
-            alone.add(node)
-    return alone
 
 
 def _mask(call: fx.Node) -> list[bool]:
@@ -232,7 +221,8 @@ def _movable(
     call = half.prev
     at = since.index(call) + 1
     halved = [*since[:at], half, *since[at:]]
-    movable = _unneeded(node, halved, delayed, computed_of(half, halved[at + 1 :]))
+    computed = derived_from([half], {*halved[at + 1 :]}.__contains__)
+    movable = _unneeded(node, halved, delayed, computed)
     if half not in movable:
         join(call, half)
     return movable
@@ -270,3 +260,18 @@ def _unneeded(
         read_longer.update(reads)
         room -= size
     return movable[::-1]
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Return whether an op does nothing but compute its result."""
+    target = node.target
+    if node.op != "call_function" or node.is_impure() or region_of(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return False
+    if target is operator.getitem or is_contraction(target):
+        return True
+    is_core = getattr(target, "namespace", "") in ("aten", "prims")
+    return (
+        is_core and (is_light(target) or is_view(node)) and "assert" not in str(target)
+    )

@@ -45,12 +45,11 @@ from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
     BEHIND_BUCKETS,
     DEFAULT,
-    DELAY,
+    LAST,
     PhaseGraph,
     Settings,
     buckets_of,
     gathers_started,
-    prefetched,
     schedule,
 )
 from fxpar.passes.order.sink_waits import WAIT
@@ -273,11 +272,6 @@ class Orders:
         self.parts = parts
         self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
 
-    @property
-    def started(self) -> int:
-        """Return the number of gathers that may start ahead, the phases' largest."""
-        return max(phase.started for phase in self._phases)
-
     def of(self, settings: Settings) -> Hashable:
         """Return a key that is equal for settings that give the graph one order."""
         return tuple(phase.of(settings) for phase in self._phases)
@@ -293,11 +287,10 @@ class _PhaseOrders:
 
     def __init__(self, parts: PhasedGraph, i: int) -> None:
         self._parts, self._i = parts, i
-        inputs = (*parts.inputs, *parts.saved) if i else parts.inputs
-        self.started = gathers_started((parts.forward, parts.backward)[i], inputs)
         self._ordered: dict[Hashable, fx.Graph] = {}
         first = self._fresh(DEFAULT)
         self._first: PhaseGraph | None = first
+        self.started = gathers_started(first.graph)
         self._joinable = (
             Joinable.of(first.graph, reductions=first.backward)
             if first.waits
@@ -313,7 +306,7 @@ class _PhaseOrders:
 
     def of(self, settings: Settings) -> Hashable:
         """Return a key that is equal for settings that give the phase one order."""
-        ahead = prefetched(settings.ahead, self.started)
+        ahead = max(1, min(settings.ahead, self.started - 1))
         return ahead, buckets_of(self._joinable, settings)
 
     def graph(self, settings: Settings) -> fx.Graph:
@@ -330,6 +323,6 @@ class _PhaseOrders:
         if phase.waits:
             buckets = buckets_of(self._joinable, settings)
             join_buckets(phase.graph, phase.build, buckets)
-        for row in (*BEHIND_BUCKETS, DELAY):
+        for row in (*BEHIND_BUCKETS, *LAST):
             row.run(phase.graph, phase)
         return phase.graph

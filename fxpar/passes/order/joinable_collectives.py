@@ -24,7 +24,7 @@ from torch import fx
 from fxpar.graph.builder import custom_of, region_of
 from fxpar.layers import numbered, rows_of_layers
 from fxpar.passes.order.outline_layers import LEAST_CALLS
-from fxpar.passes.order.sink_waits import WAIT, is_chunk
+from fxpar.passes.order.sink_waits import WAIT, derived_from, is_chunk
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import descendants, phase_of
@@ -206,28 +206,8 @@ def _is_on_all_ranks(node: fx.Node) -> bool:
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     """Return the nodes computed from graph inputs by cheap ops and ops in ``through``
     only."""
-    return derived_from(graph.find_nodes(op="placeholder"), through)
-
-
-def derived_from(
-    inputs: Iterable[fx.Node],
-    through: Collection[Any] = (),
-    within: Collection[fx.Node] | None = None,
-) -> set[fx.Node]:
-    """Return ``inputs`` and the nodes computed from them by cheap ops and ops in
-    ``through`` only; if ``within`` is given, only nodes in it."""
-    derived = set(inputs)
-    pending = list(derived)
-    while pending:
-        for user in pending.pop().users:
-            if user in derived or not (within is None or user in within):
-                continue
-            if (is_cheap(user) or user.target in through) and derived.issuperset(
-                user.all_input_nodes
-            ):
-                derived.add(user)
-                pending.append(user)
-    return derived
+    inputs = graph.find_nodes(op="placeholder")
+    return derived_from(inputs, lambda n: is_cheap(n) or n.target in through)
 
 
 def is_cheap(node: fx.Node) -> bool:

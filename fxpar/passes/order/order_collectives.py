@@ -2,14 +2,32 @@
 wait for them (``delay_work``).
 
 In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
-Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
+Out: the same graph, changed in place by the passes of ``ORDER``, then by ``LAST``:
 rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
 a step. Never: ranks get different orders of collectives; each has the same graph.
+
+``recompute_in_step``: of the graph of a whole step, light values of the forward that
+the backward reads are computed again in the backward if it can compute them from values
+that are kept anyway (``sharding.cost.recompute``). AOTAutograd does this when it splits
+forward and backward; a step is one graph that it does not split. Never repeated:
+collectives, draws, nodes that a schedule placed, and nodes that read an input that the
+graph writes before its end.
+
+``start_first``: a collective of values that light ops compute from graph inputs, such
+as the number of valid labels, starts before any other work, so that no rank waits for
+the others in the middle of a step. ``wait_last``: a wait, and light ops that only lead
+from it to an output of one element, such as the mean of a loss, come last, so that the
+backward of a step does not wait for them. Never: either one holds more than ``ROOM``
+bytes for longer, moves work that contracts, draws or writes, or touches the update,
+chunks, fused regions, gathers that ``prefetch`` places, or a graph with messages
+between stages, whose ranks have different orders of collectives; or ``start_first``
+moves a collective on uneven shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,25 +36,30 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.graph.builder import Builder
+from fxpar._torch.node_copies import copy_node
+from fxpar._torch.objects import calls_where
+from fxpar.graph.builder import Builder, custom_of, region_of
 from fxpar.graph.custom_ops import register_lowering
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import join_buckets
-from fxpar.passes.order.delay_work import delay
+from fxpar.passes.order.delay_work import delay, is_pure
 from fxpar.passes.order.joinable_collectives import (
+    LARGEST,
     Joinable,
-    derived_from,
     from_inputs,
 )
-from fxpar.passes.order.recompute_in_step import recompute_in_step
-from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
-from fxpar.passes.order.small_collectives import (
-    needed,
-    start_first,
-    wait_last,
+from fxpar.passes.order.sink_waits import (
+    WAIT,
+    is_chunk,
+    sink,
+    sink_waits,
 )
+from fxpar.passes.simulate.launches import KINDS
 from fxpar.sharding.cost.collectives import FULL
-from fxpar.sharding.op_facts import is_random
+from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
+from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.op_facts import is_draw, is_random, op_facts_of
+from fxpar.sharding.program import PHASE, ancestors, descendants, phase_of
 
 ours = torch.ops.fxpar
 
@@ -96,7 +119,7 @@ def schedule(
     """Run the passes that ``disable`` does not name; the graph is checked once, after
     the last, since many schedules are tried."""
     phase = PhaseGraph(graph, backward, settings)
-    for row in (*ORDER, DELAY):
+    for row in (*ORDER, *LAST):
         if row.name not in disable:
             row.run(graph, phase)
     graph.lint()
@@ -167,19 +190,11 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
                     at.prepend(node_needed)
 
 
-def prefetched(ahead: int, started: int) -> int:
-    """Return ``ahead``, limited so that it is equal for all settings that could start
-    more gathers than there are (``started``)."""
-    return max(1, min(ahead, started - 1))
-
-
-def gathers_started(nodes: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> int:
-    """Return the most gathers that ``prefetch`` may move in a phase of these nodes;
-    passes before it only reduce their number."""
-    gathers = [node for node in nodes if node.target is _GATHER]
-    if not gathers:
-        return 0
-    derived = derived_from(inputs, (_GATHER, WAIT), within=set(nodes))
+def gathers_started(graph: fx.Graph) -> int:
+    """Return the most gathers that ``prefetch`` may move; passes before it only reduce
+    their number."""
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    derived = from_inputs(graph, through=(_GATHER, WAIT)) if gathers else ()
     return len(_read_next(gathers, derived))
 
 
@@ -277,6 +292,190 @@ def give_outputs(graph: fx.Graph, build: Builder) -> None:
         graph.erase_node(node)
 
 
+def recompute_in_step(graph: fx.Graph) -> None:
+    """Copy each recomputed node to before its first reader in the backward."""
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    later = {node for node in calls if phase_of(node) in ("backward", "update")}
+    if not later:
+        return
+    writes = set(calls_where(graph, lambda target: op_facts_of(target).mutates))
+    late: dict[fx.Node, None] = {}  # with nodes that passes added, without a phase
+    for node in calls:
+        if node in writes:
+            continue  # a value that one reads was computed before the writes
+        if node in later or any(read in late for read in node.all_input_nodes):
+            late[node] = None
+    if not late:
+        return
+    changed = {viewed(n) for w in writes if w < max(late) for n in w.all_input_nodes}
+    recomputed = {
+        node
+        for node in computed_again(calls, late)
+        if _can_repeat(node) and changed.isdisjoint(map(viewed, node.all_input_nodes))
+    }
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in late:
+        _copy_operands(graph, node, recomputed, copies)
+        node.args = fx.node.map_arg(node.args, lambda n: copies.get(n, n))
+        node.kwargs = fx.node.map_arg(node.kwargs, lambda n: copies.get(n, n))
+    for node in reversed(calls):
+        if node in recomputed and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _can_repeat(node: fx.Node) -> bool:
+    """Return whether an op may be repeated: it only computes, and draws nothing."""
+    if node.target is operator.getitem:
+        return _can_repeat(node.args[0])
+    if is_chunk(node) or region_of(node):
+        return False
+    tensors = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    is_core = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return tensors and is_core and not is_draw(node)
+
+
+def _copy_operands(
+    graph: fx.Graph,
+    reader: fx.Node,
+    recomputed: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+) -> None:
+    """Insert copies of the recomputed nodes that a node depends on before it."""
+    missing, stack = set[fx.Node](), [reader]
+    while stack:
+        reads = set(stack.pop().all_input_nodes) & recomputed
+        new = reads - missing - copies.keys()
+        missing |= new
+        stack += new
+    with graph.inserting_before(reader):
+        for node in sorted(missing):
+            operands = {n: copies.get(n, n) for n in node.all_input_nodes}
+            copies[node] = copy = copy_node(graph, node, operands.__getitem__)
+            custom = node.meta.get("custom") or {}
+            copy.meta["custom"] = {**custom, PHASE: "backward"}
+
+
+# Bytes that may be held for longer, in all.
+ROOM = 1 << 20
+
+
+def start_first(graph: fx.Graph) -> None:
+    """Move collectives of small values that light ops compute from graph inputs, with
+    these ops, before all other work, in their order."""
+    collectives = calls_where(graph, lambda target: KINDS.get(target) in _STARTED)
+    if not collectives or _has_messages(graph):
+        return
+    placed_by_prefetch = from_inputs(graph, through={*KINDS, WAIT})
+    sources = _light_sources(graph)
+    started: dict[fx.Node, None] = {}
+    room = ROOM
+    for node in collectives:
+        if not _can_start(node) or node in placed_by_prefetch:
+            continue
+        if not sources.issuperset(node.all_input_nodes):
+            continue
+        moved = dict.fromkeys(needed(node))
+        held = {viewed(n) for n in moved if not moved.keys() >= n.users.keys()}
+        new = [n for n in held - started.keys() if n.op == "call_function"]
+        size = sum(map(bytes_of, new))
+        if size <= room:
+            room -= size
+            started.update(moved)
+    others = (n for n in graph.nodes if n.op != "placeholder" and n not in started)
+    first = next(others)  # the output at the latest
+    for node in sorted(started):
+        first.prepend(node)
+
+
+def wait_last(graph: fx.Graph) -> None:
+    """Move waits, and light ops after them, that lead only to outputs of one element,
+    to the end."""
+    results = graph.output_node().all_input_nodes
+    if _has_messages(graph) or not any(map(_is_one, results)):
+        return
+    waited = descendants(graph.find_nodes(op="call_function", target=WAIT))
+    last: set[fx.Node] = set()
+    room = ROOM
+    for node in sorted(waited, reverse=True):
+        if not _is_only_for_scalars(node, last) or not _can_wait(node):
+            continue
+        reads = {viewed(n) for n in node.all_input_nodes}
+        size = bytes_of(node) + sum(map(bytes_of, reads))
+        if size <= room:
+            room -= size
+            last.add(node)
+    sink(graph, last)
+
+
+def needed(node: fx.Node) -> list[fx.Node]:
+    """Return ``node`` and the nodes it is computed from, without placeholders, in
+    order."""
+    return sorted(n for n in ancestors([node]) if n.op != "placeholder")
+
+
+# Kinds of collectives that may start first.
+_STARTED = ("all_gather", "reduce_scatter", "all_reduce")
+
+# Kinds of nodes that need no work.
+_INPUTS = ("placeholder", "get_attr")
+
+
+def _has_messages(graph: fx.Graph) -> bool:
+    return bool(calls_where(graph, MESSAGES.__contains__))
+
+
+def _can_start(node: fx.Node) -> bool:
+    """Return whether a collective may move before others: not if its shards are uneven,
+    since ranks would then decide by different sizes."""
+    is_even = LARGEST not in custom_of(node)
+    return is_even and not is_chunk(node) and not region_of(node)
+
+
+def _is_only_for_scalars(node: fx.Node, last: Collection[fx.Node]) -> bool:
+    """Return whether a node leads only to outputs of one element, such as a loss, by
+    nodes in ``last``."""
+    for user in node.users:
+        if user.op == "output":
+            if not _is_one(node):
+                return False
+        elif user not in last:
+            return False
+    return bool(node.users)
+
+
+def _is_one(node: fx.Node) -> bool:
+    """Return whether a node is a tensor without dims."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _can_wait(node: fx.Node) -> bool:
+    if node.target is WAIT:
+        return not is_chunk(node.args[0]) and not region_of(node.args[0])
+    return _is_light_work(node) and phase_of(node) != "update"
+
+
+def _is_light_work(node: fx.Node) -> bool:
+    return is_pure(node) and not is_contraction(node.target)
+
+
+def _light_sources(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes computed from graph inputs by light ops, before any write."""
+    light = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_write(node.target):
+            break
+        is_light = node.op in _INPUTS or _is_light_work(node)
+        if is_light and light.issuperset(node.all_input_nodes):
+            light.add(node)
+    return light
+
+
+def _is_write(target: Any) -> bool:
+    return target is not WAIT and op_facts_of(target).mutates
+
+
 Run = Callable[[fx.Graph, Any], fx.Graph | None]
 # (names of the ops of a graph, without overloads; context) -> whether a step runs.
 When = Callable[[Collection[str], Any], bool]
@@ -305,7 +504,7 @@ def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:
     return lambda graph, context: function(graph, context.build)
 
 
-# The passes over a phase, in order; regions are fused after them, before ``DELAY``.
+# The passes over a phase, in order; regions are fused after them, before ``LAST``.
 ORDER = (
     Pass("drop_unread", lambda graph, _: drop_unread(graph), optional=False),
     Pass("recompute_in_step", lambda graph, _: recompute_in_step(graph)),
@@ -320,9 +519,11 @@ ORDER = (
     Pass("wait_last", lambda graph, _: wait_last(graph)),
     Pass("prefetch", start_early),
     Pass("drain", lambda graph, _: drain(graph)),
-    Pass("give_outputs", of_build(give_outputs), optional=False),
 )
-DELAY = Pass("delay", lambda graph, _: delay(graph), stage="scheduled")
+LAST = (
+    Pass("give_outputs", of_build(give_outputs), optional=False),
+    Pass("delay", lambda graph, _: delay(graph), stage="scheduled"),
+)
 
 # The passes of ``ORDER`` before "bucket", which do not depend on settings, and after.
 _BUCKETS = [row.name for row in ORDER].index("bucket")

@@ -8,7 +8,7 @@ rest of the backward. Never moves a collective, so all ranks keep one order of t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ _SEND = torch.ops._c10d_functional.isend.default
 def sink_waits(graph: fx.Graph) -> None:
     """Move every wait, and views of its result, before their first readers; the wait
     for a sent message, which has none, to the end."""
-    waited = _waited(graph)
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    waited = derived_from(waits, lambda node: op_facts_of(node.target).sinks)
     for node in sorted(n for n in waited if not n.users):
         if node.target is WAIT and node.args[0].target is _SEND:
             graph.output_node().prepend(node)
@@ -78,14 +79,17 @@ def _reads(node: fx.Node) -> set[fx.Node]:
     return {viewed(n) for n in read}
 
 
-def _waited(graph: fx.Graph) -> set[fx.Node]:
-    """Return waits, and nodes that only rearrange the result of one."""
-    waited = set(graph.find_nodes(op="call_function", target=WAIT))
-    pending = list(waited)
+def derived_from(
+    sources: Iterable[fx.Node], allows: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """Return ``sources`` and the nodes computed from them alone by nodes that
+    ``allows`` takes."""
+    derived = set(sources)
+    pending = list(derived)
     while pending:
         for user in pending.pop().users:
-            sinks = user not in waited and op_facts_of(user.target).sinks
-            if sinks and waited.issuperset(user.all_input_nodes):
-                waited.add(user)
+            is_new = user not in derived and allows(user)
+            if is_new and derived.issuperset(user.all_input_nodes):
+                derived.add(user)
                 pending.append(user)
-    return waited
+    return derived

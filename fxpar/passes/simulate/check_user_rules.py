@@ -1,16 +1,23 @@
-"""Checks rules that users gave to ops, on small random tensors.
+"""Checks rules of ops, on small random tensors.
 
-In: the decision about a program. Out: nothing, or RuleError for a rule by which ranks
-would compute other numbers than one device: each factor that the rule allows an axis to
-split is split, each operand that it allows to be partial gets random summands, and the
-ranks' results are joined and compared. An op that cannot be run here is a warning. A
-rule is checked once in a process for the same sizes. Never: communicates, or changes
-the random state.
+``OneOp`` holds a sample call as a graph of one node. ``OneOp.check`` localizes it under
+a strategy that its rule allows (``case`` and ``passing`` give some) with the real
+passes, runs every rank on random summands and shards of the operands, joins the results
+and compares them with the op's own.
+
+``check_user_rules`` checks rules that users gave. In: the decision about a program.
+Out: nothing, or RuleError for a rule by which ranks would compute other numbers than
+one device: each factor that the rule allows an axis to split is split, each operand
+that it allows to be partial gets random summands. An op that cannot be run here is a
+warning. A rule is checked once in a process for the same sizes. Never: communicates, or
+changes the random state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +29,279 @@ from fxpar.errors import (
     RuleError,
     warn,
 )
-from fxpar.passes.simulate.one_op import OneOp, case, close, passing, readable
+from fxpar.passes.local.localize import insert_reshards, localize
+from fxpar.passes.simulate.emulate_collectives import gather
+from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.ops import user_row_of
-from fxpar.sharding.program import Op, tensor_nodes, user_line
+from fxpar.sharding.program import Input, Op, Output, Signature, tensor_nodes, user_line
+from fxpar.sharding.read_program import read
+from fxpar.sharding.reshard.route import connect
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+
+# A mesh, and a strategy of the op on it.
+Case = tuple[Mesh, Strategy]
+
+
+class OneOp:
+    """Is the call ``target(*args, **kwargs)`` as a graph of global fake values."""
+
+    def __init__(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.target, self.args, self.kwargs = target, args, kwargs
+        self.operands = tensors_of((args, kwargs))
+        self.mode = _torch.fake.new_fake_mode()
+        self.graph = fx.Graph()
+        inputs = []
+        for i, x in enumerate(self.operands):
+            inputs.append(self.graph.placeholder(f"x{i}"))
+            inputs[-1].meta["val"] = self.mode.from_tensor(x)
+        nodes = iter(inputs)
+        node = self.graph.call_function(
+            target,
+            *_map_tensors(lambda _: next(nodes), (args, kwargs)),
+        )
+        fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            val = target(*fakes[0], **fakes[1])
+        node.meta["val"] = val
+        self.graph.output(tuple(self._results(node, val)))
+        signature = Signature(
+            tuple(Input(n.name) for n in inputs),
+            tuple(Output(f"y{i}") for i in range(len(tensors_of(val)))),
+        )
+        self.program = read(self.graph, signature)
+
+    def _results(self, node: fx.Node, val: Any) -> list[fx.Node]:
+        if isinstance(val, torch.Tensor):
+            return [node]
+        results = []
+        for i, x in enumerate(val):
+            if isinstance(x, torch.Tensor):
+                results.append(self.graph.call_function(operator.getitem, (node, i)))
+                results[-1].meta["val"] = x
+        return results
+
+    @property
+    def rule(self) -> Rule | None:
+        """Return the rule of the call, sized; None if its row has none."""
+        op = self.program.ops[0]
+        return op.rule if op.has_rule else None
+
+    def expected(self) -> list[torch.Tensor]:
+        """Return the results on one device."""
+        copies = _map_tensors(torch.Tensor.clone, (self.args, self.kwargs))
+        return tensors_of(self.target(*copies[0], **copies[1]))
+
+    def localized(self, strategy: Strategy, mesh: Mesh) -> fx.Graph:
+        """Return the local graph under a strategy that needs no reshard."""
+        op, specs = self.program.ops[0], self.specs(strategy)
+        settled = [Spec.whole(len(v.shape)) for v in self.program.values]
+        for v, spec in zip(op.tensors, specs, strict=True):
+            settled[v] = spec
+        n, signature = len(op.operands), self.program.signature
+        program = replace(
+            self.program,
+            signature=Signature(
+                tuple(
+                    replace(x, at_rest=spec)
+                    for x, spec in zip(signature.inputs, specs[:n], strict=True)
+                ),
+                tuple(
+                    replace(x, at_rest=spec)
+                    for x, spec in zip(signature.outputs, specs[n:], strict=True)
+                ),
+            ),
+        )
+        edges = connect(program, [strategy], settled, mesh)
+        assert not edges.reshards, edges.reshards
+        decision = Decision(program, mesh, (strategy,), tuple(settled), edges, ())
+        return localize(insert_reshards(self.graph, decision), decision, self.mode)
+
+    def specs(self, strategy: Strategy) -> list[Spec]:
+        """Return the specs of operands, then of results."""
+        rule = self.program.ops[0].rule
+        specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
+        return specs + [
+            result_spec(rule, strategy, i) for i in range(len(rule.results))
+        ]
+
+    def check(
+        self,
+        strategy: Strategy,
+        mesh: Mesh,
+        expected: Sequence[torch.Tensor] | None,
+        generator: torch.Generator,
+    ) -> None:
+        """Raise unless all ranks together compute what the op computes. ``expected``
+        None: only shapes are compared, since values are arbitrary."""
+        local = self.localized(strategy, mesh)
+        if any(x.is_meta for x in self.operands):
+            return  # no kernel: localizing has compared the shapes
+        specs = self.specs(strategy)
+        n = len(self.operands)
+        parts = [
+            summands(x, spec, mesh, generator)
+            for x, spec in zip(self.operands, specs[:n], strict=True)
+        ]
+        ranks = [[part[r] for part in parts] for r in range(mesh.size)]
+        outs = run_lockstep(local, mesh, ranks)
+        for i, spec in enumerate(specs[n:]):
+            if expected is None:
+                for rank, out in enumerate(outs):
+                    shape = spec.rank_shape(mesh, self._shape(i), rank)
+                    assert tuple(out[i].shape) == shape
+                continue
+            got = gather([out[i] for out in outs], spec, mesh)
+            close(got, expected[i], [*self.operands, *expected])
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        return self.program.values[self.program.ops[0].results[i]].shape
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return _torch.fake.tree_map(
+        lambda x: fn(x) if isinstance(x, torch.Tensor) else x, tree
+    )
+
+
+def close(
+    got: torch.Tensor, want: torch.Tensor, involved: Sequence[torch.Tensor]
+) -> None:
+    """Check that two tensors are equal up to the rounding of the coarsest dtype of
+    ``involved``."""
+    assert got.dtype == want.dtype, f"{got.dtype} instead of {want.dtype}"
+    dtypes = {x.dtype for x in involved if x.is_floating_point() or x.is_complex()}
+    # 1e-9 for float64, 1e-4 for float32, 5e-2 for bfloat16; complex as their parts.
+    rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    tolerance = max(1e-9, rounding**0.57)
+    torch.testing.assert_close(
+        readable(got), readable(want), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in a dtype that can be compared: few ops take 8-bit
+    floats."""
+    return x.float() if x.dtype.itemsize == 1 and x.is_floating_point() else x
+
+
+def summands(
+    x: torch.Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Return each rank's part of a global value: its shard of random summands of it.
+    Ranks with the same part share the object."""
+    parts: dict[tuple[int, ...], torch.Tensor] = {(): x}
+    for axis, reduction in spec.partial:
+        parts = {
+            (*key, i): part
+            for key, value in parts.items()
+            for i, part in enumerate(
+                decomposed(value, reduction, mesh.axis_size(axis), generator)
+            )
+        }
+    shards: dict[Any, torch.Tensor] = {}
+    out = []
+    for rank in range(mesh.size):
+        key = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
+        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
+        if (key, shard) not in shards:
+            where = spec.slices(mesh, x.shape, rank)
+            shards[key, shard] = parts[key][where].clone()
+        out.append(shards[key, shard])
+    return out
+
+
+def decomposed(
+    x: torch.Tensor, reduction: str, count: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Return ``count`` random tensors that ``reduction`` combines to ``x``."""
+    exact = not (x.is_floating_point() or x.is_complex())
+    whole = exact and x.dtype != torch.bool
+
+    def noise() -> torch.Tensor:
+        random = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        if x.dtype == torch.bool:
+            return (random < 0.5).to(x.device)
+        return (random * 4 if exact else random).to(x.device, x.dtype)
+
+    if reduction == "sum" and (whole or not exact):
+        others = [noise() for _ in range(count - 1)]
+        return [x - sum(others), *others] if others else [x]
+    if reduction == "avg":
+        others = [noise() for _ in range(count - 1)]
+        return [x - sum(others), *(x + other for other in others)]
+    if reduction == "product" and not exact:
+        others = [0.5 + noise() for _ in range(count - 1)]
+        return [x / math.prod(others), *others]
+    # For each element, a random rank has the value; the others values that lose.
+    owner = torch.randint(0, count, x.shape, generator=generator).to(x.device)
+    weaker = {
+        "max": (lambda: x & noise())
+        if x.dtype == torch.bool
+        else (lambda: x - noise()),
+        "min": (lambda: x | noise())
+        if x.dtype == torch.bool
+        else (lambda: x + noise()),
+        "sum": lambda: x & noise(),  # of bools: whether any is True
+        "product": lambda: x | noise() if x.dtype == torch.bool else torch.ones_like(x),
+    }[reduction]
+    return [torch.where(owner == i, x, weaker()) for i in range(count)]
+
+
+def reductions_of(passage: Passage, one: OneOp) -> list[str]:
+    """Return the passage's reductions that exist for its operands' dtypes."""
+    operands = [one.operands[i] for i in passage.operands]
+    exact = not all(x.is_floating_point() or x.is_complex() for x in operands)
+    ordered = not any(x.is_complex() for x in operands)
+    exist = {"avg": not exact, "max": ordered, "min": ordered}
+    return [op for op in passage.reductions if exist.get(op, True)]
+
+
+def majors(rule: Rule, factor: str) -> list[str]:
+    """Return the factors above ``factor`` in some dim, which must be split completely
+    for ``factor`` to be split."""
+    enclosing = []
+    for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
+        enclosing += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
+    return list(dict.fromkeys(enclosing))
+
+
+def case(
+    rule: Rule, splits: dict[str, list[tuple[str, int]]], *passes: Any
+) -> Case | None:
+    """Return a mesh and a strategy that split each factor by the given (axis, size)
+    pairs, and the factors above it completely; None if that is impossible."""
+    split = dict(splits)
+    for factor in splits:
+        for i, major in enumerate(majors(rule, factor)):
+            have = math.prod(n for _, n in split.get(major, []))
+            if rule.size[major] % have:
+                return None
+            if rule.size[major] > have:
+                rest = (f"{factor}{i}", rule.size[major] // have)
+                split[major] = [*split.get(major, []), rest]
+    if any(f in rule.whole for f in split):
+        return None
+    sizes = dict(pair for pairs in split.values() for pair in pairs)
+    sizes |= {axis: 2 for axis, _, _ in passes}
+    mesh = Mesh(tuple(sorted(sizes.items())))
+    strategy = Strategy(
+        tuple((f, tuple(axis for axis, _ in pairs)) for f, pairs in split.items()),
+        passes,
+    )
+    return (mesh, strategy) if fits(rule, strategy.axes_of, mesh) else None
+
+
+def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """Yield a case for each passage and reduction, with all factors whole."""
+    for p, passage in enumerate(rule.passages):
+        for reduction in reductions_of(passage, one):
+            yield case(rule, {}, ("p", reduction, p))
+
 
 # The most rows of a factor in a sample: shards of 3 and of 2 rows, and uneven ones.
 _SMALL = (6, 7)

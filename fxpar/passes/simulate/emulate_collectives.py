@@ -31,8 +31,9 @@ Env = dict[fx.Node, Ranks]
 
 
 def ends_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
-    """Return (rank, the peer that a functional message names) for each rank."""
-    axes, peer = custom_ops.group_axes(node.args[3]), node.args[1]
+    """Return (rank, the peer that a message names) for each rank."""
+    peer, _, name = node.args[-3:]
+    axes = custom_ops.group_axes(name)
     return [(r, mesh.group(r, axes)[peer]) for r in ranks]
 
 
@@ -45,17 +46,10 @@ class Post:
         self.draws: dict[str, Ranks] = {}
 
     def send(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
-        value, tag = env[node.args[0]], node.args[2]
-        for i, box in enumerate(ends):
-            self.boxes.setdefault(box, []).append((tag, value[i]))
-        self.sent += 1
-        return [value[0].new_empty(0)] * len(ends)
-
-    def start(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
-        """Send the messages of a ``fxpar::send``; return its empty results."""
-        values, tag = env[node.args[0]], node.args[-2]
+        """Send the messages of a node; return its empty results."""
+        values = env[node.args[0]]
         for end, value in zip(ends, values, strict=True):
-            self.give([end], value, tag)
+            self.give([end], value, node.args[-2])
         return [values[0].new_empty(0)] * len(ends)
 
     def give(self, ends: Ends, value: torch.Tensor, tag: int = -1) -> None:
@@ -63,15 +57,21 @@ class Post:
             self.boxes.setdefault(end, []).append((tag, value))
         self.sent += 1
 
-    def arrived(self, node: fx.Node, ends: Ends) -> Ranks:
-        """Return the values that a ``fxpar::receive`` gets."""
-        size, tag, out = node.args[1], node.args[-2], []
-        for end in ends:
-            sent, value = self.boxes[end].pop(0)
-            if sent != tag or list(value.shape) != list(size):
-                raise PlanError(f"{node.name} receives {list(value.shape)}, tag {sent}")
-            out.append(value)
-        return out
+    def has_message(self, ends: Ends) -> bool:
+        return all(self.boxes.get(box) for box in ends)
+
+    def receive(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
+        """Return the values that a node receives, into buffers or as new tensors.
+        Raises PlanError unless they fit."""
+        sizes = [node.args[1]] * len(ends)
+        if node.target is torch.ops._c10d_functional.irecv.default:
+            sizes = [buffer.shape for buffer in env[node.args[0]]]
+        messages = [self.boxes[end].pop(0) for end in ends]
+        for size, (tag, value) in zip(sizes, messages, strict=True):
+            shape = list(value.shape)
+            if (tag, shape) != (node.args[-2], list(size)):
+                raise PlanError(f"{node.name} receives {shape} with tag {tag}")
+        return [value for _, value in messages]
 
     def drawn(self, name: str, draw: Callable[[], Ranks]) -> Ranks:
         """Return the numbers that a node of this name drew; the first of several graphs
@@ -79,25 +79,6 @@ class Post:
         if name not in self.draws:
             self.draws[name] = draw()
         return self.draws[name]
-
-    def has_message(self, ends: Ends) -> bool:
-        return all(self.boxes.get(box) for box in ends)
-
-    def receive(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
-        messages = [self.boxes[box].pop(0) for box in ends]
-        for buffer, (tag, value) in zip(env[node.args[0]], messages, strict=True):
-            if (tag, value.shape) != (node.args[2], buffer.shape):
-                raise PlanError(
-                    f"{node.name} receives {list(value.shape)} with tag {tag}"
-                )
-        return [value for _, value in messages]
-
-
-def peers_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
-    """Return (rank, the peer that a ``fxpar`` message names) for each rank."""
-    peer, _, name = node.args[-3:]
-    axes = custom_ops.group_axes(name)
-    return [(r, mesh.group(r, axes)[peer]) for r in ranks]
 
 
 def shared(
@@ -129,9 +110,13 @@ def _gather_matmul(args: Ranks) -> Ranks:
 
 
 def _matmul_scatter(args: Ranks) -> Ranks:
-    op, dim = args[0][2], args[0][3]
-    total = reduced([x @ w for x, w, *_ in args], op)
-    return [part.contiguous() for part in total.chunk(len(args), dim)]
+    _, _, op, dim, *_ = args[0]
+    return _scattered([x @ w for x, w, *_ in args], dim, op)
+
+
+def _scattered(members: Ranks, dim: int, op: str) -> Ranks:
+    total = reduced(members, op)
+    return [part.contiguous() for part in total.chunk(len(members), dim)]
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -200,15 +185,6 @@ PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
 }
 
 
-def _gather_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
-    return [torch.cat(members, dims[0])] * len(members)
-
-
-def _scatter_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
-    total = reduced(members, op)
-    return [part.contiguous() for part in total.chunk(len(members), dims[0])]
-
-
 def _exchange_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
     source, target = dims
     cut = [x.chunk(len(members), target) for x in members]
@@ -218,8 +194,10 @@ def _exchange_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
 # Kind -> the collective of manual regions, on any dim.
 ON_DIMS: dict[str, Callable[..., Ranks]] = {
     "all_reduce": lambda members, dims, op: all_reduce(members, op),
-    "reduce_scatter": _scatter_on,
-    "all_gather": _gather_on,
+    "reduce_scatter": lambda members, dims, op: _scattered(members, dims[0], op),
+    "all_gather": lambda members, dims, op: (
+        [torch.cat(members, dims[0])] * len(members)
+    ),
     "all_to_all": _exchange_on,
     "permute": lambda members, dims, op: permute(members, dims),
 }

@@ -2,9 +2,9 @@
 order) and what it sends.
 
 In: a local graph, or its forward and backward in the order in which they run
-(``PhasesAsRun``). Out: ``Launches``, data that ``simulate_step`` times and
-``peak_memory`` adds up. ``cost.fused_kernels`` decides which ops are one kernel; this
-module, which ops are collectives and waits, and which lines must be equal on all ranks.
+(``PhasesAsRun``). Out: ``Launches``, data that ``simulate_step`` times and adds up.
+``cost.fused_kernels`` decides which ops are one kernel; this module, which ops are
+collectives and waits, and which lines must be equal on all ranks.
 
 For a lowered and scheduled graph, before ``bucket_collectives`` joins small ones, it
 also gives facts of a plan: the collectives in the order in which they run, with those

@@ -31,7 +31,6 @@ from fxpar.passes.simulate.emulate_collectives import (
     Ranks,
     ends_of,
     gather,
-    peers_of,
     scatter,
     shared,
 )
@@ -44,6 +43,8 @@ from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
+_SENDS = {c10d.isend.default, ours.send.default}
+_RECEIVES = {c10d.irecv.default, ours.receive.default}
 
 
 def run_lockstep(
@@ -184,20 +185,13 @@ def _run_steps(
             env[node] = env[node.args[0]]
         elif node.target is torch.ops.fxpar.wait_gather.default:
             env[node] = [None] * count
-        elif node.target is c10d.isend.default:
+        elif node.target in _SENDS:
             env[node] = post.send(node, env, ends_of(node, mesh, ranks))
-        elif node.target is c10d.irecv.default:
+        elif node.target in _RECEIVES:
             ends = [(peer, r) for r, peer in ends_of(node, mesh, ranks)]
             while not post.has_message(ends):
                 yield
             env[node] = post.receive(node, env, ends)
-        elif node.target is ours.send.default:
-            env[node] = post.start(node, env, peers_of(node, mesh, ranks))
-        elif node.target is ours.receive.default:
-            ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
-            while not post.has_message(ends):
-                yield
-            env[node] = post.arrived(node, ends)
         elif node.target is ours.share.default:
             env[node] = yield from shared(node, env, mesh, ranks, post)
         elif node.target is ours.after_sends.default:
@@ -312,24 +306,21 @@ def _in_region(
     if node.target is ours.collective.default:
         _, kind, dims, op, _, names = node.args
         axes = mesh.ordered(names.split("+"))
-        run = functools.partial(ON_DIMS[kind], dims=dims, op=op)
+        run: Any = functools.partial(ON_DIMS[kind], dims=dims, op=op)
     else:
         axes, spec = mesh.ordered(node.args[3].split("+")), Spec.parse(node.args[1])
         own = Mesh(tuple((axis, mesh.sizes[axis]) for axis in axes))
         enters = node.target is ours.enter_region.default
-        run = functools.partial(_enter if enters else _leave, spec=spec, mesh=own)
+
+        def run(members: Ranks) -> Ranks:
+            if enters:
+                return scatter(members[0], spec, own)
+            return [gather(members, spec, own)] * len(members)
+
     values, out = env[node.args[0]], dict[int, Any]()
     for group in mesh.groups(axes):
         out.update(zip(group, run([values[r] for r in group]), strict=True))
     return [out[r] for r in ranks]
-
-
-def _enter(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
-    return scatter(members[0], spec, mesh)
-
-
-def _leave(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
-    return [gather(members, spec, mesh)] * len(members)
 
 
 def _products(

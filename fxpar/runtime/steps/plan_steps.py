@@ -22,7 +22,7 @@ from fxpar.errors import (
     PlanError,
     warn,
 )
-from fxpar.fusion.collective_window import shapes_of
+from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.pipeline_ops import OF_STAGES
@@ -32,7 +32,7 @@ from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
-from fxpar.passes.simulate.peak_memory import by_kind
+from fxpar.passes.simulate.simulate_step import by_kind
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.steps.pipeline_state import JointState

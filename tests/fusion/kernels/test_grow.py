@@ -9,8 +9,7 @@ import torch
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
-from fxpar.fusion.kernels.region_program import op_name
-from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
+from fxpar.fusion.kernels.region_program import ComputeStep, op_name, stages_of
 from fxpar.graph.builder import REGION
 from tests.helpers.kernels.fused_graphs import (
     ELSEWHERE,

@@ -24,9 +24,9 @@ from fxpar.fusion.kernels.emit import (
     masked,
     phase,
 )
-from fxpar.fusion.kernels.index_arithmetic import space_of
-from fxpar.fusion.kernels.placement import KNOWN
-from fxpar.fusion.kernels.split_at_collectives import stages_of
+from fxpar.fusion.kernels.expressions import OPS
+from fxpar.fusion.kernels.placement import KNOWN, space_of
+from fxpar.fusion.kernels.region_program import stages_of
 from fxpar.passes.normalize import random
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import (
@@ -36,6 +36,7 @@ from tests.helpers.kernels.compare_kernels import (
     in_dtype,
     one_op_graph,
     outlined,
+    single,
     traced,
     widened,
 )
@@ -63,6 +64,20 @@ CALLS = [(op, i) for op, calls in samples.OPS.items() for i in range(len(calls))
 
 def test_every_op_has_a_sample() -> None:
     assert set(samples.OPS) == KNOWN
+
+
+def test_no_row_is_for_an_op_that_is_always_decomposed() -> None:
+    """Programs are traced with Inductor's decompositions."""
+    gone = set()
+    for op in OPS:
+        for args, kwargs in samples.OPS[op]:
+            fn, names = single(op, args, kwargs)
+            graph = traced(fn, [samples.make(name) for name in names])
+            if any(str(node.target) == op for node in graph.nodes):
+                break
+        else:
+            gone.add(op)
+    assert not gone
 
 
 @pytest.mark.parametrize(("op", "call"), CALLS)

@@ -13,9 +13,12 @@ import pytest
 
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
-from fxpar.fusion.kernels.region_program import RegionProgram
-from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
+from fxpar.fusion.kernels.region_program import (
+    CannotEmit,
+    ComputeStep,
+    RegionProgram,
+    stages_of,
+)
 from fxpar.fusion.kernels.templates import template_of
 from tests.helpers.interpreter import run_interpreted
 from tests.helpers.kernels import collective_cases as cases

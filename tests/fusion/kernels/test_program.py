@@ -13,20 +13,23 @@ import torch
 from fxpar import cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
-from fxpar.fusion.kernels.index_arithmetic import (
+from fxpar.fusion.kernels.placement import (
     Map,
     Reduction,
     broadcast,
-    permuted,
     reduction_of,
     reduction_of_output,
-    sliced,
     strided,
+    view_map,
 )
-from fxpar.fusion.kernels.region_program import RegionProgram, contiguous
-from fxpar.fusion.kernels.split_at_collectives import (
+from fxpar.fusion.kernels.region_program import (
     CollectiveStep,
     ComputeStep,
+    Ref,
+    RegionProgram,
+    Statement,
+    contiguous,
+    op_named,
     stages_of,
 )
 from tests.helpers.kernels import samples
@@ -105,10 +108,22 @@ def test_places_in_memory(shape: tuple[int, ...]) -> None:
 def test_maps_of_views() -> None:
     x = torch.arange(2 * 3 * 4).view(2, 3, 4)
     row = torch.arange(6).view(2, 3, 1)
+
+    def view(name: str, *args: Any) -> Map:
+        op = f"aten.{name}"
+        shape = tuple(op_named(op)(x, *args).shape)
+        line = Statement("view", op, (Ref("x"), *args), (), shape, "int64")
+        return view_map(line, tuple(x.shape))
+
     cases = [
-        (permuted((2, 3, 4), (2, 0, 1)), x.permute(2, 0, 1)),
-        (sliced((2, 3, 4), 1, 1, (2, 2, 4)), x[:, 1:]),
-        (sliced((2, 3, 4), 2, 0, (2, 3, 2), 2), x[..., ::2]),
+        (view("permute.default", (2, 0, 1)), x.permute(2, 0, 1)),
+        (view("transpose.int", 0, -1), x.transpose(0, -1)),
+        (view("slice.Tensor", 1, 1), x[:, 1:]),
+        (view("slice.Tensor", -1, None, None, 2), x[..., ::2]),
+        (view("slice.Tensor", 1, -2, 9), x[:, 1:]),
+        (view("select.int", 1, -1), x[:, 2]),
+        (view("expand.default", (5, 2, -1, 4)), x.expand(5, 2, 3, 4)),
+        (view("reshape.default", (6, 4)), x.view(6, 4)),
         (broadcast((2, 3, 1), (5, 2, 3, 4)), row.expand(5, 2, 3, 4)),
         (broadcast((4,), (2, 3, 4)), torch.arange(4).expand(2, 3, 4)),
     ]

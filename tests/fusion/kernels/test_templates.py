@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from fxpar.fusion.kernels import region_op, run_kernels
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
-from fxpar.fusion.kernels.region_program import Tensor
+from fxpar.fusion.kernels.region_program import CannotEmit, Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels import collective_cases as cases

@@ -32,8 +32,7 @@ from fxpar.fusion.kernels import (
     templates,
 )
 from fxpar.fusion.kernels.implementations import RANKS
-from fxpar.fusion.kernels.region_program import RegionProgram
-from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
+from fxpar.fusion.kernels.region_program import CollectiveStep, RegionProgram, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import (

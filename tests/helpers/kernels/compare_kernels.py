@@ -16,16 +16,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import _torch
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.expressions import CASTS
-from fxpar.fusion.kernels.index_arithmetic import CAST
+from fxpar.fusion.kernels.placement import CAST
 from fxpar.fusion.kernels.region_program import (
+    ComputeStep,
     Outline,
     Ref,
     RegionProgram,
     Statement,
     dtype_of,
     outline,
+    stages_of,
 )
-from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.sharding.cost.op import is_view
 from tests.helpers.kernels import samples
 

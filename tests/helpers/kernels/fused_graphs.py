@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxpar import _torch
 from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.region_program import op_name
-from fxpar.graph.builder import Builder
-from fxpar.passes.order.order_collectives import give_outputs
 from fxpar.passes.order.sink_waits import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
@@ -182,12 +179,9 @@ def inputs(rank: int = 0) -> list[torch.Tensor]:
 
 
 def graph_of(fn: Callable[..., Any]) -> fx.Graph:
-    """As it is when regions are made: waits right before what reads them, gathers as
-    they are on CPU."""
+    """As it is when regions are made: waits right before what reads them."""
     graph = traced(fn, inputs())
     sink_waits(graph)
-    fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
-    give_outputs(graph, Builder(graph, fake_mode))
     return graph
 
 

@@ -23,10 +23,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fxpar
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import FUSED
-from fxpar.fusion.kernels.index_arithmetic import CannotEmit
-from fxpar.fusion.kernels.region_program import Outline, RegionProgram, Tensor, dtype_of
+from fxpar.fusion.kernels.region_program import (
+    MOVES,
+    CannotEmit,
+    ComputeStep,
+    Outline,
+    RegionProgram,
+    Tensor,
+    dtype_of,
+    stages_of,
+)
 from fxpar.fusion.kernels.select_region import after
-from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.graph.builder import REGION
 from fxpar.runtime.steps import lowering_steps

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.fusion.collective_window import shapes_of
+from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import as_run, is_same_program, regather
 from fxpar.passes.simulate.launches import PhasesAsRun
-from fxpar.passes.simulate.peak_memory import by_kind
+from fxpar.passes.simulate.simulate_step import by_kind
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of

@@ -13,14 +13,14 @@ from torch import fx
 
 from fxpar.features.experts import local_experts  # noqa: F401  (register fxpar's own)
 from fxpar.graph import custom_ops  # noqa: F401  (register fxpar's own)
+from fxpar.passes.simulate.check_user_rules import OneOp
 from fxpar.passes.simulate.launches import launches_of
-from fxpar.passes.simulate.one_op import OneOp, is_expressible
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, fits
 from tests.helpers import samples_core, samples_nn
 
 PEAK = Peak(1e6, half_flops=50.0, half_dim=2.0, half_contracted=5.0)
@@ -50,7 +50,7 @@ def strategies(rule: Rule, mesh: Mesh, axes: tuple[str, ...]) -> list[Strategy]:
     """Nothing split, and each factor over each axis."""
     free = [f for f in rule.factors if f not in rule.whole]
     splits = [(), *(((f, (x,)),) for x in axes for f in free)]
-    return [s for s in map(Strategy, splits) if is_expressible(rule, s, mesh)]
+    return [s for s in map(Strategy, splits) if fits(rule, s.axes_of, mesh)]
 
 
 def arithmetic(local: fx.Graph, machine: Hardware) -> float:
