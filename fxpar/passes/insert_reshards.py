@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import PROVENANCE
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan_facts import cause
@@ -73,7 +72,7 @@ class _Inserter:
                 return self.versions[next(reads)]
             return self.copies[n]
 
-        copy = copy_node(self.resharded, node, argument)
+        copy = self.resharded.node_copy(node, argument)
         self.copies[node] = copy
         v = self.program.value_of.get((node, 0))
         if v is not None and isinstance(node.meta.get("val"), torch.Tensor):

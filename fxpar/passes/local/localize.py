@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import UNEVEN, VARIES, Builder, shape_of
 from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.passes.local.local_ops import CUTS, cut, local_like, local_op
@@ -74,7 +73,7 @@ class _Localizer:
         return self._copy(node)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
-        copy = copy_node(self.graph, node, self.map.__getitem__)
+        copy = self.graph.node_copy(node, self.map.__getitem__)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.specs[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
@@ -85,7 +84,7 @@ class _Localizer:
         return copy
 
     def _output(self, node: fx.Node) -> None:
-        copy = copy_node(self.graph, node, self.map.__getitem__)
+        copy = self.graph.node_copy(node, self.map.__getitem__)
         copy.meta[UNEVEN] = not self.decision.is_even
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -93,7 +92,7 @@ class _Localizer:
             results = self.map[node.args[0]]
             if isinstance(results, tuple):
                 return results[node.args[1]]
-        copy = copy_node(self.graph, node, self.map.__getitem__)
+        copy = self.graph.node_copy(node, self.map.__getitem__)
         copy.meta.pop("tensor_meta", None)
         if node.target is operator.getitem:
             source, key = copy.args

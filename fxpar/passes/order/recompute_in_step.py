@@ -17,7 +17,6 @@ import operator
 import torch
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.sink_waits import is_chunk
@@ -86,6 +85,6 @@ def _copy_operands(
     with graph.inserting_before(reader):
         for node in sorted(missing):
             operands = {n: copies.get(n, n) for n in node.all_input_nodes}
-            copies[node] = copy = copy_node(graph, node, operands.__getitem__)
+            copies[node] = copy = graph.node_copy(node, operands.__getitem__)
             custom = node.meta.get("custom") or {}
             copy.meta["custom"] = {**custom, PHASE: "backward"}
