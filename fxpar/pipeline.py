@@ -30,7 +30,7 @@ from fxpar.graph import size_nodes
 from fxpar.passes.decompose import decompose
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
-from fxpar.passes.order.bucket_collectives import copy_into_buckets
+from fxpar.passes.order.bucket_collectives import copy_together
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.hand_over import hand_over
 from fxpar.passes.order.order_collectives import (
@@ -180,7 +180,7 @@ PHASE = with_features(
         Pass("outline_layers", lowering_steps.outline_repeated, when=_is_for_inductor),
         Pass(
             "copy_together",
-            lambda graph, _: copy_into_buckets(graph),
+            lambda graph, _: copy_together(graph),
             when=_is_for_inductor,
         ),
     ),

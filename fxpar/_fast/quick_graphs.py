@@ -17,7 +17,6 @@ from torch import fx
 from torch.utils import _pytree
 
 from fxpar._fast.switch import shortcut
-from fxpar._torch.node_copies import add_node
 
 # Arguments that are no symbols.
 LEAVES = frozenset(
@@ -37,7 +36,6 @@ def quick_graphs() -> Iterator[None]:
     with (
         _plain_arguments_unread(),
         _names_split_once(),
-        _plain_nodes_copied(),
         _graphs_looked_at_once(),
         _modules_lazy(),
         _dead_code_looked_for(),
@@ -94,24 +92,6 @@ def _names_split_once() -> contextlib.AbstractContextManager[Any]:
     each copy of a graph."""
     regex: Any = vars(fx.graph)["_name_regex"]
     return mock.patch.object(fx.graph, "_name_regex", _Remembered(regex))
-
-
-def _plain_nodes_copied() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which nodes of plain arguments are copied as ``copy_node``
-    does, by whoever copies."""
-
-    def node_copy(
-        self: fx.Graph, node: fx.Node, arg_transform: Any = lambda x: x
-    ) -> fx.Node:
-        args = fx.node.map_arg(node.args, arg_transform)
-        kwargs = fx.node.map_arg(node.kwargs, arg_transform)
-        is_plain = _has_only_plain(args) and _has_only_plain(kwargs.values())
-        make = add_node if is_plain else fx.Graph.create_node
-        copy = make(self, node.op, node.target, args, kwargs, node.name, node.type)
-        copy.meta.update(node.meta)
-        return copy
-
-    return mock.patch.object(fx.Graph, "node_copy", node_copy)
 
 
 def _graphs_looked_at_once() -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,15 +119,17 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
 
 
 def _line_of_break(reason: Any) -> str:
+    """Return the line of a break, or else its reason."""
+    return line_in(reason.user_stack or ()) or str(reason.reason).splitlines()[0]
+
+
+def line_in(stack: Sequence[Any]) -> str | None:
     """Return the line of the innermost frame outside torch's modules, or of the
-    innermost."""
-    stack = reason.user_stack
-    if not stack:
-        return str(reason.reason).splitlines()[0]
+    innermost; None if there are no frames."""
     torch_folder = os.path.dirname(torch.__file__) + os.sep
     own = [frame for frame in stack if not frame.filename.startswith(torch_folder)]
-    frame = (own or stack)[-1]
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    frame = next(reversed(own or stack), None)
+    return frame and f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
 def graph_breaks_so_far() -> int:
@@ -310,8 +312,6 @@ def between_graph_and_caller() -> int:
     """Return how many functions there are between the running graph of fxpar and the
     call of the compiled function: 1 where the graph is that of the outermost function.
     """
-    import sys
-
     frame, count = sys._getframe(1), 0
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree
+
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 
 
 def is_data_dependent(x: Any) -> bool:
@@ -95,30 +99,6 @@ def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
     return FakeTensorMode(
         allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
     )
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    from torch.utils import _pytree
-
-    return _pytree.tree_leaves(tree)
-
-
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    from torch.utils import _pytree
-
-    return _pytree.tree_map(fn, tree)
-
-
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten(tree)
-
-
-def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(leaves, spec)
 
 
 def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:

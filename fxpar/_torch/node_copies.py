@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,75 +51,6 @@ class TracedNode:
         copies[self.node] = copy
         copy.meta = dict(self.meta)
         return copy
-
-
-def add_node(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    name: str | None = None,
-    type_expr: Any = None,
-) -> fx.Node:
-    """Run ``graph.create_node`` without its search for symbols in arguments, which
-    takes half of its time: arguments here are nodes and numbers. ``name``: the name of
-    another node."""
-    if getattr(graph.owning_module, "_create_node_hooks", None) is not None:
-        return graph.create_node(op, target, args, dict(kwargs or {}), name, type_expr)
-    names = graph._graph_namespace
-    if name is None:
-        is_op = isinstance(target, torch._ops.OpOverload)
-        word = _name_of(target) if is_op else graph._target_to_str(target)
-        name = names.create_name(word, None)
-    else:
-        name = _name_in(names, name)
-    node = fx.Node(graph, name, op, target, args, kwargs or {}, type_expr)
-    names._obj_to_name[node] = name
-    graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
-    graph._len += 1
-    return node
-
-
-def _name_in(names: Any, name: str) -> str:
-    """Return a node's name among the names of another graph, as ``names.create_name``
-    gives it: itself, where it is not used there."""
-    if name in names._used_names:
-        return names.create_name(name, None)
-    base, number = _name_parts(name)
-    if number is None:
-        number = names._base_count.get(base, 0)
-    names._used_names.add(name)
-    names._base_count[base] = number
-    return name
-
-
-@lru_cache(maxsize=1 << 15)
-def _name_parts(name: str) -> tuple[str, int | None]:
-    """Return the word of a name, and its number."""
-    base, _, digits = name.rpartition("_")
-    if base and digits.isascii() and digits.isdigit():
-        return base, int(digits)
-    return name, None
-
-
-@lru_cache(maxsize=1 << 12)
-def _name_of(target: Any) -> str:
-    """Return the name that a graph gives a node of an op, without its number."""
-    return fx.Graph()._target_to_str(target)
-
-
-def copy_node(
-    graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]
-) -> fx.Node:
-    """Run ``graph.node_copy`` by ``add_node``, and without what torch does when a node
-    that is in a graph is written to."""
-    args = fx.node.map_arg(node.args, value_of)
-    kwargs = fx.node.map_arg(node.kwargs, value_of) if node.kwargs else {}
-    copy = add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-    copy.meta.update(node.meta)
-    return copy
 
 
 def last_node(graph: fx.Graph) -> fx.Node:

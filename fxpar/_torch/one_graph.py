@@ -7,13 +7,13 @@ reason and a line. Never: a graph break in what is compiled.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 
+from fxpar._torch.dynamo import line_in
 from fxpar._torch.layer_regions import serve
 
 
@@ -68,11 +68,4 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
     if not isinstance(error, (exc.Unsupported, exc.UserError)):
         return None
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not frame.filename.startswith(_LIBRARY)]
-    frame = next(reversed(own or stack), None)
-    where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
-    return str(error).splitlines()[0], where
-
-
-# The folder of torch's modules.
-_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "")
+    return str(error).splitlines()[0], line_in(stack)

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.layers import labels_of, rows_of_layers, with_reads
 from fxpar.sharding.program import depending_on_tangents, phase_of
@@ -167,7 +166,7 @@ def _without(graph: fx.Graph, cuts: Sequence[RowCut]) -> fx.Graph | None:
                 if instead[read] not in copies:
                     return None
                 copies[read] = copies[instead[read]]
-        copies[node] = copy_node(shorter, node, copies.__getitem__)
+        copies[node] = shorter.node_copy(node, copies.__getitem__)
     shorter.output([copies.get(r, r) for r in results])
     shorter.output_node().meta = dict(output.meta)
     return shorter

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.node_copies import add_node
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.node_legality import CallableRegion
@@ -150,7 +149,7 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
             args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
         else:
             args, kwargs = fx.node.map_aggregate(arguments, on_meta)
-        copy = add_node(shapes, node.op, node.target, args, kwargs, node.name)
+        copy = shapes.create_node(node.op, node.target, args, kwargs, node.name)
         copies[node] = copy
         copy.meta.update(node.meta)
         if "val" in node.meta:

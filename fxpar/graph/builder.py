@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._fast import known_values
 from fxpar._torch import inductor
-from fxpar._torch.node_copies import add_node, copy_node
 from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
@@ -114,7 +113,7 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     copied_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copy_node(copied_graph, node, copies.__getitem__)
+        copies[node] = copied_graph.node_copy(node, copies.__getitem__)
     return copied_graph
 
 
@@ -159,7 +158,7 @@ class Builder:
         which become nodes."""
         args = size_nodes.as_nodes(self.graph, args)
         kwargs = size_nodes.as_nodes(self.graph, kwargs)
-        node = add_node(self.graph, "call_function", target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs)
         values = value_of(args), value_of(kwargs)
         node.meta["val"] = known_values.result(self.fake_mode, target, *values)
         self.stamp(node)

@@ -189,8 +189,10 @@ def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0].new_empty(shape)
 
 
-# ``torch.cat``, which Inductor leaves to torch after ``register_joins``.
+# ``torch.cat`` and ``torch.clone``, which Inductor leaves to torch after
+# ``register_copies_by_torch``.
 torch.library.define("fxpar::join", "(Tensor[] parts, int dim) -> Tensor")
+torch.library.define("fxpar::copied", "(Tensor x) -> Tensor")
 
 
 @torch.library.impl("fxpar::join", "CompositeExplicitAutograd")
@@ -203,12 +205,18 @@ def _(parts, dim):
     return torch.cat(parts, dim)
 
 
+torch.library.impl("fxpar::copied", "CompositeExplicitAutograd")(torch.clone)
+torch.library.register_fake("fxpar::copied")(torch.clone)
+
+
 @functools.cache
-def register_joins() -> None:
-    """Register Inductor's lowering of ``fxpar::join``; called where one is added."""
-    _torch.inductor_lowerings.lower_as_call(
-        torch.ops.fxpar.join.default, torch.ops.aten.cat.default
-    )
+def register_copies_by_torch() -> None:
+    """Register Inductor's lowerings of ``fxpar::join`` and ``fxpar::copied``; called
+    where one is added."""
+    ours, aten = torch.ops.fxpar, torch.ops.aten
+    lower = _torch.inductor_lowerings.lower_as_call
+    lower(ours.join.default, aten.cat.default)
+    lower(ours.copied.default, aten.clone.default)
 
 
 @torch.library.custom_op("fxpar::kept", mutates_args=())

@@ -1,15 +1,24 @@
-"""Buckets of values that lie in memory: one copy of torch's, and no loop for each."""
+"""Buckets of values in memory: one copy of torch's, and no loop for each."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.passes.order.bucket_collectives import LEAST, copy_into_buckets
+from fxpar.graph.builder import Builder
+from fxpar.passes.order.bucket_collectives import (
+    LEAST,
+    copy_into_buckets,
+    copy_out_of_buckets,
+    copy_together,
+    scale_buckets,
+)
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def graph_of(computed: int, given: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -49,8 +58,114 @@ def test_a_dim_that_is_named_is_kept() -> None:
 
 
 def test_what_is_computed_goes_where_it_belongs() -> None:
-    for computed, given in ((8, LEAST), (0, LEAST - 1)):
+    for computed, given in ((24, LEAST), (0, LEAST - 1)):
         module, _ = graph_of(computed, given)
         text = str(module.graph)
         copy_into_buckets(module.graph)
         assert str(module.graph) == text
+
+
+def products(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """A bucket of products, with a row for each of two ranks."""
+    parts = (x.t() @ y, z, z.t() @ x)
+    return torch.cat([part.reshape(2, -1) for part in parts], 1)
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_products_that_are_sent_are_copied_by_one_call(is_sent: bool) -> None:
+    """Else Inductor may fuse them with what reads them."""
+    xs = [torch.randn(6, 16), torch.randn(6, 8), torch.randn(6, 4)]
+    module = make_fx(products, tracing_mode="fake")(*xs)
+    graph, want = module.graph, module(*xs)
+    (bucket,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    with graph.inserting_after(bucket):
+        sent = graph.call_function(c10d.all_reduce.default, (bucket, "sum", "0"))
+    if not is_sent:
+        graph.erase_node(sent)
+    copy_together(graph)
+    assert (bucket.target is torch.ops.fxpar.join.default) == is_sent
+    if not is_sent:
+        return
+    graph.erase_node(sent)
+    module.recompile()
+    value, (code,) = run_and_get_code(torch.compile(module), *xs)
+    torch.testing.assert_close(value, want)
+    assert "aten.cat.default(" in code and "for(int64_t" not in code
+
+
+def layer(bucket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Read four parameters of a bucket that has a row of each of two ranks."""
+    places = ((0, 16), (16, 32), (48, 4), (52, 16))
+    first, second, scale, both = (bucket.narrow(1, *place) for place in places)
+    x = x @ first.reshape(4, 8) @ second.reshape(8, 8).t() * scale.reshape(8)
+    both = both.reshape(8, 4)
+    return x @ both + both.sum()
+
+
+def test_contractions_read_copies_by_torch() -> None:
+    xs = [torch.randn(2, 68), torch.randn(6, 4)]
+    module = make_fx(layer, tracing_mode="fake")(*xs)
+    graph, want = module.graph, module(*xs)
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
+        node.target = aten.reshape.default
+    before = run_and_get_code(torch.compile(fx.GraphModule(module, graph)), *xs)[1][0]
+    copy_out_of_buckets(graph)
+    copied = torch.ops.fxpar.copied.default
+    copies = graph.find_nodes(op="call_function", target=copied)
+    assert [list(node.meta["val"].shape) for node in copies] == [[2, 16], [2, 32]]
+    module.recompile()
+    assert torch.equal(module(*xs), want)
+    torch._dynamo.reset()
+    value, (code,) = run_and_get_code(torch.compile(module), *xs)
+    torch.testing.assert_close(value, want)
+    assert code.count("aten.clone.default(") == 2
+    assert code.count("for(int64_t") < before.count("for(int64_t")
+
+
+def reduced(divisors: tuple[int, ...], *, is_read: bool) -> fx.Graph:
+    """A bucket that is reduced and split; each part is divided, and read or not."""
+    with FakeTensorMode() as mode:
+        graph, value = fx.Graph(), torch.empty(1, 12)
+    build = Builder(graph, mode)
+    x = graph.placeholder("x")
+    x.meta["val"] = value
+    total = build.call(c10d.all_reduce.default, x, "sum", "0")
+    wait = build.call(c10d.wait_tensor.default, total)
+    parts = []
+    for i, divisor in enumerate(divisors):
+        piece = build.call(aten.slice.Tensor, wait, 1, 4 * i, 4 * i + 4)
+        part = build.call(aten.reshape.default, piece, [2, 2])
+        parts.append(build.call(aten.div.Scalar, part, divisor))
+        if is_read:
+            parts[-1] = build.call(aten.neg.default, parts[-1])
+    graph.output(tuple(parts))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("divisors", "is_read", "count"),
+    [((2, 2, 2), False, 1), ((2, 2, 3), False, 3), ((2, 2, 2), True, 3)],
+)
+def test_a_reduced_bucket_is_divided_at_once(
+    divisors: tuple[int, ...], is_read: bool, count: int
+) -> None:
+    graph, plain = (reduced(divisors, is_read=is_read) for _ in range(2))
+    scale_buckets(graph)
+    graph.lint()
+    divisions = graph.find_nodes(op="call_function", target=aten.div.Scalar)
+    assert len(divisions) == count
+    for each in (graph, plain):
+        for kind in (c10d.all_reduce.default, c10d.wait_tensor.default):
+            (node,) = each.find_nodes(op="call_function", target=kind)
+            node.replace_all_uses_with(node.args[0])
+            each.erase_node(node)
+    x = torch.randn(1, 12)
+    for value, want in zip(
+        fx.GraphModule({}, graph)(x), fx.GraphModule({}, plain)(x), strict=True
+    ):
+        assert torch.equal(value, want)

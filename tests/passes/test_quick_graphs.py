@@ -182,20 +182,3 @@ def test_graphs_that_are_not_well_formed_are_refused(how: str) -> None:
     assert bool(plain) == (how != "here")
     with quick_graphs():
         assert said() == plain
-
-
-def test_copies_are_those_of_torch() -> None:
-    graph = graph_of()
-    view = graph.find_nodes(op="call_function", target=aten.view.default)[0]
-    view.meta = {"val": 1, "seq_nr": 3}
-
-    def copied() -> Any:
-        copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in graph.nodes:
-            copies[node] = copy.node_copy(node, copies.__getitem__)
-        assert copies[view].meta is not view.meta
-        return str(copy), [n.meta for n in copy.nodes], [n.type for n in copy.nodes]
-
-    plain = copied()
-    with quick_graphs():
-        assert copied() == plain

@@ -28,12 +28,10 @@ from torch.utils.flop_counter import register_flop_formula
 import fxpar
 import fxpar.features.experts.expert_ops
 from fxpar._torch.fake import new_fake_mode
-from fxpar._torch.node_copies import copy_node
 from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
 from fxpar.passes.boundaries import read_signature
-from fxpar.passes.order import forward_backward
 from fxpar.passes.order.forward_backward import (
     Orders,
     as_run,
@@ -768,8 +766,10 @@ def test_a_forward_is_copied_once():
     """And a backward twice: each candidate for a schedule is parted anew."""
     graph = joint()
     names = [node.name for node in graph.nodes]
-    copied = mock.patch.object(forward_backward, "copy_node", side_effect=copy_node)
-    with copied as copy:
+    copy_node = fx.Graph.node_copy
+    with mock.patch.object(
+        fx.Graph, "node_copy", autospec=True, side_effect=copy_node
+    ) as copy:
         run = as_run(graph, disable={"bucket", "prefetch"})
     made = Counter(call.args[1].target for call in copy.call_args_list)
     assert (made[aten.relu.default], made[c10d.reduce_scatter_tensor.default]) == (1, 2)

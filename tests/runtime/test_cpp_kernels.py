@@ -71,6 +71,26 @@ def test_kernels_share_a_library() -> None:
     assert library(alone) == library(root)
 
 
+def test_a_library_that_is_there_needs_no_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headers, precompile = [], codecache._precompile_header
+
+    def counted(header: str, *args: Any, **kwargs: Any) -> str:
+        headers.append(header)
+        return precompile(header, *args, **kwargs)
+
+    monkeypatch.setattr(codecache, "_precompile_header", counted)
+    text = source(f"{time.time_ns()}.5f * in_ptr0[x0]")
+    libraries = []
+    for _ in range(2):
+        codecache.CppPythonBindingsCodeCache.cache.clear()  # as in another process
+        with kernels_in_libraries():
+            module = loaded(text)
+        libraries.append(library(module["f0"]))
+    assert len(headers) == 1 and len(set(libraries)) == 1
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_are_compiled_beside_what_comes_next(
     threads: int, monkeypatch: pytest.MonkeyPatch

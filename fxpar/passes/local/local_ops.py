@@ -23,7 +23,6 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.node_copies import add_node, copy_node
 from fxpar.errors import PlanError
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.graph import size_nodes
@@ -210,7 +209,7 @@ def _copied(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """Copy an op on whole values, fake value included."""
     args = size_nodes.as_nodes(build.graph, args)
     kwargs = size_nodes.as_nodes(build.graph, kwargs)
-    copy = add_node(build.graph, node.op, node.target, args, kwargs)
+    copy = build.graph.create_node(node.op, node.target, args, kwargs)
     copy.meta.update({k: v for k, v in node.meta.items() if k != "tensor_meta"})
     copy.meta["fxpar_origin"] = node.name
     return copy
@@ -299,7 +298,7 @@ def copied_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -
     results: Any = copies[node.args[0]] if item else None
     if isinstance(results, tuple):
         return results[node.args[1]]
-    copy = copy_node(graph, node, copies.__getitem__)
+    copy = graph.node_copy(node, copies.__getitem__)
     copy.meta.pop("tensor_meta", None)
     if item:
         copy.meta["val"] = results.meta["val"][node.args[1]]

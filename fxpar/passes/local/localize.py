@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import PROVENANCE, UNEVEN, VARIES, Builder, shape_of
 from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.passes.local.local_ops import copied_node, local_like, local_op
@@ -87,7 +86,7 @@ class _Inserter:
                 return self.versions[next(reads)]
             return self.copies[n]
 
-        copy = copy_node(self.resharded, node, argument)
+        copy = self.resharded.node_copy(node, argument)
         self.copies[node] = copy
         v = self.program.value_of.get((node, 0))
         if v is not None and isinstance(node.meta.get("val"), torch.Tensor):
@@ -177,7 +176,7 @@ class _Localizer:
         return copied_node(self.graph, node, self.map)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
-        copy = copy_node(self.graph, node, self.map.__getitem__)
+        copy = self.graph.node_copy(node, self.map.__getitem__)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.specs[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
@@ -188,7 +187,7 @@ class _Localizer:
         return copy
 
     def _output(self, node: fx.Node) -> None:
-        copy = copy_node(self.graph, node, self.map.__getitem__)
+        copy = self.graph.node_copy(node, self.map.__getitem__)
         copy.meta[UNEVEN] = not self.decision.is_even
 
     def _reshard(self, node: fx.Node) -> fx.Node:

@@ -36,7 +36,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar._torch.node_copies import copy_node
 from fxpar.graph.builder import PLACE
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
 from fxpar.passes.order.bucket_collectives import join_buckets
@@ -223,12 +222,12 @@ def _graph(
     copies: dict[Any, Any] = {}
     for node in inputs:
         if node.op == "placeholder":
-            copies[node] = copy_node(graph, node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
         else:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
     for node in calls:
-        copies[node] = copy_node(graph, node, copies.__getitem__)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies.get(r, r) for r in results])
     return graph
 
@@ -259,7 +258,7 @@ def _append(
     copies = dict(zip(backward.find_nodes(op="placeholder"), inputs, strict=True))
     for node in backward.nodes:
         if node.op not in ("placeholder", "output"):
-            copies[node] = copy_node(graph, node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta["partitioner_tag"] = "is_backward"
     results = backward.output_node().args[0]
     return [copies[r] if isinstance(r, fx.Node) else r for r in results]

@@ -36,7 +36,6 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.node_copies import copy_node
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import Builder, custom_of, region_of
 from fxpar.graph.custom_ops import register_lowering
@@ -351,7 +350,7 @@ def _copy_operands(
     with graph.inserting_before(reader):
         for node in sorted(missing):
             operands = {n: copies.get(n, n) for n in node.all_input_nodes}
-            copies[node] = copy = copy_node(graph, node, operands.__getitem__)
+            copies[node] = copy = graph.node_copy(node, operands.__getitem__)
             custom = node.meta.get("custom") or {}
             copy.meta["custom"] = {**custom, PHASE: "backward"}
 

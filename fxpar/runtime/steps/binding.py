@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.node_copies import add_node
 from fxpar.graph import (
     custom_ops,
     size_nodes,
@@ -144,7 +143,7 @@ def bind(
         if uneven and node.target is _PAD and not any(args[1]):
             bound[node] = args[0]  # nothing is padded on this rank
             continue
-        copy = add_node(rank_graph, node.op, target, args, kwargs, node.name)
+        copy = rank_graph.create_node(node.op, target, args, kwargs, node.name)
         copy.meta.update(node.meta)
         copy.meta[OF_RANK] = depends_on_rank or uneven
         if uneven:
