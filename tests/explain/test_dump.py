@@ -67,5 +67,5 @@ def test_parts_of_an_axis_count_as_the_axis() -> None:
     plan = fxpar.plan(nn.Linear(8, 8), torch.ones(4, 8), mesh="tp=4", hints=hints)
     assert plan.mesh.is_refined
     split = sum(any(axes for _, axes in node.factors) for node in plan.nodes)
-    text = f"tp splits {split} of {len(plan.nodes)} ops, 1 of 2 parameters; "
+    text = f"tp splits {split} of {len(plan.nodes)} ops, 2 of 2 parameters; "
     assert split and line_text(plan).startswith(text)

@@ -236,7 +236,7 @@ def test_what_the_forward_keeps_is_held_when_its_kernel_runs() -> None:
     assert len(traced_late) == 3 and all(0 <= e.begin < turn for e in saved)
     # Each as its layer runs, not all as the backward begins.
     assert len({e.begin for e in traced_late}) == 3
-    assert all(e.begin < e.end for e in found.entries)
+    assert all(e.begin < e.end for e in found.memory_entries)
 
 
 # Parameters at rest
