@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -338,6 +338,9 @@ def _fill_beyond(
     before = further < 0
     test = aten.ge.Scalar if before else aten.lt.Scalar
     bound = -further if before else shards - further
+    present = _present_fill(x, axes, (test, bound), fill)
+    if present is not None:
+        return present
     index = build.call(
         aten.full.default,
         [],
@@ -346,6 +349,29 @@ def _fill_beyond(
         device=x.meta["val"].device,
     )
     return call.where(build.call(test, index, bound), x, fill)
+
+
+def _present_fill(
+    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
+) -> fx.Node | None:
+    """Return the node that replaces ``x`` by that constant on the same ranks, if it
+    exists: a backward reads the rows that the forward joined."""
+    for user in x.users:
+        if user.target is not aten.where.self or user.args[1] is not x:
+            continue
+        condition, _, constant = user.args
+        index = condition.args[0] if condition.args else None
+        if (condition.target, *condition.args[1:]) != test or not _is_full(index):
+            continue
+        place = index.args[1]
+        same_ranks = isinstance(place, fx.Node) and place.args[1:3] == (axes, 1)
+        if same_ranks and _is_full(constant) and constant.args[1] == fill:
+            return user
+    return None
+
+
+def _is_full(x: Any) -> TypeGuard[fx.Node]:
+    return isinstance(x, fx.Node) and x.target is aten.full.default
 
 
 def _size(x: fx.Node, dim: int) -> int:

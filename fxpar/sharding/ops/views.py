@@ -192,11 +192,15 @@ def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
 def is_reshape(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> bool:
-    """Return whether strides read a contiguous tensor in its own order."""
+    """Return whether strides are those of the tensor, or read a contiguous one in its
+    own order."""
     dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
-    begins = offset is None or offset == x.storage_offset()
-    return begins and plain and math.prod(shape) == x.numel() and x.is_contiguous()
+    if offset is not None and offset != x.storage_offset():
+        return False
+    if tuple(shape) == x.shape and tuple(stride) == x.stride():
+        return True
+    return plain and math.prod(shape) == x.numel() and x.is_contiguous()
 
 
 def as_strided(

@@ -85,7 +85,11 @@ def test_numbers_on_the_cpu_are_no_tensors_elsewhere() -> None:
     kernel = kernel_of(program, alone=alone)
     assert not alone & {t.name for t in kernel.reads}
     values = {name: torch.tensor(0.1, dtype=torch.float64) for name in alone}
-    assert run_kernels.given_numbers(kernel, values, ()) == [0.1, 0.1]
+    values |= {t.name: torch.empty(t.shape, device="meta") for t in kernel.reads}
+    arguments, _ = run_kernels.arguments_of(
+        kernel, values, (), torch.device("meta"), {}
+    )
+    assert list(arguments[-2:]) == [0.1, 0.1]
 
 
 def test_such_a_kernel_compiles() -> None:
