@@ -406,11 +406,18 @@ STUDIES = (
                 "torch's own tracing, partitioning, lowering and C++ compiler.",
             ),
             Table(
+                ("first_step_two_layers.json",),
+                _FIRST_STEPS,
+                _first_steps,
+                "`fxpar.shard` with fewer and smaller kernels for its buckets, each "
+                "run twice.",
+            ),
+            Table(
                 ("first_step_32_layers.json",),
                 _FIRST_STEPS,
                 _first_steps,
-                "By layers, each run once: 32 layers take two to three times as long "
-                "as 2, on all sides.",
+                "By layers, before that, each run once: 32 layers take two to three "
+                "times as long as 2, on all sides.",
             ),
             Table(
                 ("first_step_four_ranks.json",),
