@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -500,6 +501,42 @@ def gradients_in_one_memory(way):
 @pytest.mark.parametrize("way", ["graph", "inductor"])
 def test_gradients_that_others_read_are_not_freed(way):
     assert shared_pool(2).run(gradients_in_one_memory, way) == [[], []]
+
+
+def holders_of(fn):
+    """The number with the gradient that a backward hands over first."""
+    graph = make_fx(fn, tracing_mode="fake")(torch.randn(4, 4)).graph
+    hand_over(graph, {0: 0})
+    (call,) = graph.find_nodes(
+        op="call_function", target=torch.ops.fxpar.hand_over.default
+    )
+    return call.args[2]
+
+
+def test_what_may_share_the_memory_of_a_gradient():
+    assert holders_of(lambda x: (x @ x.t(), x + 1)) == [1]
+    assert holders_of(lambda x: ((x @ x.t()).t(), x + 1)) == [2]
+
+    def copied(x):
+        return torch.ops.aten.constant_pad_nd(x, [0, 0])
+
+    assert holders_of(lambda x: (copied(x @ x.t()), x + 1)) == [1]
+
+    def copy_of_what_others_read(x):
+        product = x @ x.t()
+        return copied(product), product + 1
+
+    def read_by_others(x):
+        product = x @ x.t()
+        return product, product + 1
+
+    def view_of_what_others_read(x):
+        product = x @ x.t()
+        return product.t(), product + 1
+
+    for fn in (copy_of_what_others_read, read_by_others, view_of_what_others_read):
+        assert holders_of(fn) == [0], fn
+    assert holders_of(lambda x: (copied(x), x + 1)) == [0], "the copy of an input"
 
 
 def reductions_unreduced():

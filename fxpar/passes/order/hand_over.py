@@ -18,6 +18,8 @@ from torch import fx
 
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 
+aten = torch.ops.aten
+
 _WAIT = torch.ops.fxpar.wait_gather.default
 
 # Bytes that are handed over at once: at first few, so that the reduction begins early;
@@ -76,13 +78,32 @@ def _ready_at(gradient: fx.Node) -> fx.Node:
 
 def _holders(gradient: fx.Node) -> int:
     """Return how many values share the memory of a gradient, itself and those that it
-    is a view of; 0 if something else than the graph's results reads one of them."""
+    is a view of; 0 if something else than the graph's results reads one of them, or a
+    value that compilers may put in its place, as they do with the operand of a copy."""
     count, node, reader = 1, gradient, gradient.graph.output_node()
-    while set(node.users) <= {reader}:
-        if not _is_view(node):
+    while node.op == "call_function" and set(node.users) <= {reader}:
+        if node.target in _WRITES:
+            return 0
+        if _is_view(node):
+            count += 1
+        elif not _may_be_operand(node):
             return count
-        count, node, reader = count + 1, node.all_input_nodes[0], node
+        node, reader = node.all_input_nodes[0], node
     return 0
+
+
+# Of two operands, of which a compiler may return the second.
+_WRITES = {aten.copy.default, aten.slice_scatter.default}
+
+
+def _may_be_operand(node: fx.Node) -> bool:
+    """Return whether an op may be left out and its one operand read instead."""
+    if len(node.all_input_nodes) != 1:
+        return False
+    value, operand = node.meta["val"], node.all_input_nodes[0].meta.get("val")
+    if not isinstance(operand, torch.Tensor):
+        return True
+    return value.numel() == operand.numel() and value.dtype == operand.dtype
 
 
 def _is_computed_here(node: fx.Node) -> bool:

@@ -198,7 +198,7 @@ def is_reshape(
     plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
     if offset is not None and offset != x.storage_offset():
         return False
-    if tuple(shape) == x.shape and tuple(stride) == x.stride():
+    if tuple(shape) == x.shape and tuple(stride) == x.stride() and 0 not in stride:
         return True
     return plain and math.prod(shape) == x.numel() and x.is_contiguous()
 
