@@ -12,7 +12,7 @@ its place by one atomic message, which it reads if it comes later). Never: a wai
 without end.
 
 Words are keys in the store of the default process group. Up to ``DIRECT`` ranks each
-read all words, those of one machine from memory if all come within a millisecond
+read all words, those of one machine from memory if all come within a tenth of a second
 (``Mailboxes``): two messages through a store take some hundred microseconds, this a
 few. Of more ranks, rank 0 reads all and writes them in one key, so that the number of
 messages grows with the ranks and not with their square.
@@ -359,8 +359,10 @@ def _watch(
 _HEAD = struct.Struct("<QII")
 _BOX = 1 << 13
 
-# Seconds to wait for the words of other ranks.
-_MOMENT = 1e-3
+# Seconds to look for the words of other ranks, at first without a pause, then with one
+# that doubles: a rank that never pauses takes a core that a late one may need.
+_MOMENT, _BUSY = 0.1, 1e-4
+_PAUSE, _LONGEST_PAUSE = 1e-4, 1e-3
 
 
 class Mailboxes:
@@ -412,21 +414,26 @@ class Mailboxes:
         _HEAD.pack_into(self._memory, at, number, _sum(number, data), len(data))
 
     def read(self, number: int) -> list[str] | None:
-        """Return the words of all ranks at a call; None if not all come within 1 ms."""
+        """Return the words of all ranks at a call; None if not all come in a moment."""
         if self._memory is None or not self._all_open:
             return None
         words: list[str | None] = [None] * self.size
-        end = time.monotonic() + _MOMENT
+        begin, pause = time.monotonic(), _PAUSE
         while True:
             for rank, word in enumerate(words):
                 if word is None:
                     words[rank] = self._word(rank, number)
             if None not in words:
                 return [word for word in words if word is not None]
-            if time.monotonic() > end:
+            took = time.monotonic() - begin
+            if took > _MOMENT:
                 _HEAD.pack_into(self._memory, self._box(self.rank, number), 0, 0, 0)
                 return None
-            os.sched_yield()
+            if took < _BUSY:
+                os.sched_yield()
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _box(self, rank: int, number: int) -> int:
         return self.size + (2 * rank + number % 2) * _BOX
