@@ -377,8 +377,7 @@ STUDIES = (
         "What a rank holds",
         "Llamas of 4 layers, by MiB of their parameters: MiB of parameters and "
         "optimizer state on a rank, and the peak of a step beyond them. `fxpar` keeps "
-        "parameters whole beside DDP, and is `fxpar.shard` else; its schedule may take "
-        "8 MiB more for larger buckets, much in the smaller model. Beside sequence "
+        "parameters whole beside DDP, and is `fxpar.shard` else. Beside sequence "
         "parallelism it takes a plan that is faster and splits no activation of a "
         "norm.",
         (

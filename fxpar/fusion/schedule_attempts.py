@@ -32,7 +32,7 @@ _CLOSE = 1.25
 
 # The share by which buckets and gathers in flight may raise a step's peak memory, and
 # the bytes that they may always take.
-_ROOM, LITTLE = 0.1, 8 << 20
+_ROOM, LITTLE = 0.1, 1 << 20
 
 
 @dataclass(frozen=True)
