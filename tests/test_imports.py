@@ -324,7 +324,7 @@ def test_tests_import_from_helpers_only() -> None:
         str(path.relative_to(TESTS))
         for path in TESTS.rglob("*.py")
         if TESTS / "helpers" not in path.parents
-        and path.parent.name not in ("scripts", "data")
+        and path.parent.name != "data"
         and not path.name.startswith(("test_", "conftest"))
     ]
     assert not beside, f"move to tests/helpers: {beside}"
