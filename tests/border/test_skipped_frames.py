@@ -17,6 +17,7 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning
 from fxpar.errors import RankMismatchError
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -304,18 +305,19 @@ def warned(name: str, inputs: str) -> list[str]:
     return [str(w.message) for w in caught if w.category is FxparWarning]
 
 
-@pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize(
-    ("name", "why", "line"),
-    [
-        ("lstm", LSTM, "self.lstm"),
-        ("nonzero", "NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
-        ("item", "ItemInTry.forward is in no graph: .*item", ".item()"),
-        ("all disabled", "WhollyDisabled is in no graph: .*disable", None),
-        ("broken at once", "code at a graph break is in no graph: .*item", "self.norm"),
-    ],
-)
-def test_a_skipped_frame_is_said_once(name, why, line, inputs) -> None:
+# What is said of a model, and a word of the line.
+SAID = {
+    "lstm": (LSTM, "self.lstm"),
+    "nonzero": ("NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
+    "item": ("ItemInTry.forward is in no graph: .*item", ".item()"),
+    "all disabled": ("WhollyDisabled is in no graph: .*disable", None),
+    "broken at once": ("code at a graph break is in no graph: .*item", "self.norm"),
+}
+
+
+@pytest.mark.parametrize(("name", "inputs"), diagonal([*SAID], ["global", "local"]))
+def test_a_skipped_frame_is_said_once(name: str, inputs: str) -> None:
+    why, line = SAID[name]
     first, *others = shared_pool(RANKS).run(warned, name, inputs)
     (text,) = first
     assert re.match(why, text)
