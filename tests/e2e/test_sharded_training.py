@@ -13,21 +13,14 @@ from torch import nn
 
 import fxpar
 from fxpar.sharding.plan import Plan
-from tests.helpers.models import NAMES, ODD_NAMES
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
-    STEPS,
-    compare,
     gradients,
     loop,
-    one_device,
-    train,
     whole,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
-
-MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
 
 
 @pytest.fixture(autouse=True)
@@ -64,37 +57,7 @@ def alike(fn: Callable[..., Any], mesh: str, *args: Any, timeout: float = 120.0)
     return first
 
 
-# Five real models
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NAMES)
-def test_op_by_op(name: str, mesh: str) -> None:
-    options = {"mesh": mesh, "codegen": "eager"}
-    runs = ranks_of(mesh).run(train, name, options, STEPS, "sharded", timeout=300.0)
-    compare(runs, one_device(name))
-
-
-@pytest.mark.slow
-def test_generated_kernels() -> None:
-    options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
-    pool = ranks_of(options["mesh"])
-    runs = pool.run(train, "llama", options, STEPS, "sharded", timeout=900.0)
-    compare(runs, one_device("llama"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_odd_sizes(name: str, mesh: str) -> None:
-    """Batch 6, sequence 37, 101 words, 3 heads: many a parameter rests unevenly."""
-    options = {"mesh": mesh, "codegen": "eager"}
-    runs = ranks_of(mesh).run(train, name, options, 3, "sharded", timeout=300.0)
-    compare(runs, one_device(name, 3))
-
-
-# A small model for everything else
+# A small model for everything
 
 ON_ONE_AXIS = pytest.mark.parametrize(
     "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
