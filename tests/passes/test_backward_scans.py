@@ -11,6 +11,7 @@ import torch
 
 import fxpar
 from fxpar.sharding.ops import order
+from tests.helpers.pairs import diagonal
 
 aten = torch.ops.aten
 Program = Callable[[torch.Tensor], torch.Tensor]
@@ -62,9 +63,9 @@ CHOICES: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("rows", [7, 16, 37])
-@pytest.mark.parametrize("mesh", ["tp=4", "tp=2,dp=2"])
+@pytest.mark.parametrize(
+    ("name", "rows", "mesh"), diagonal([*CHOICES], [7, 16, 37], ["tp=4", "tp=2,dp=2"])
+)
 def test_rows_chosen_before_a_shard_are_sent_as_one(
     name: str, rows: int, mesh: str
 ) -> None:

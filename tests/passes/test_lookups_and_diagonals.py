@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.sharding.ops import indexing
 from fxpar.sharding.propagate import gather_early
+from tests.helpers.pairs import diagonal
 
 ROWS = ("tp", None)
 
@@ -212,8 +213,9 @@ def sampled(
     return [(c.kind, c.bytes) for c in found]
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
-@pytest.mark.parametrize("how", SAMPLED)
+@pytest.mark.parametrize(
+    ("how", "mode"), diagonal([*SAMPLED], ["bilinear", "nearest", "bicubic"])
+)
 def test_samples_by_a_grid(how: str, mode: str) -> None:
     """An image is whole in its space alone."""
     mesh = "tp=2" if how == "columns" else "tp=4"

@@ -22,6 +22,7 @@ from fxpar.sharding.factors import RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.strategy import Strategy, fits
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import ranks_of
 
 aten = torch.ops.aten
@@ -186,8 +187,9 @@ def test_a_repeat_and_its_gradient_gather_nothing(
     assert not [note for note in plan.notes if "reads dim" in note]
 
 
-@pytest.mark.parametrize("rows", [4, 5, 7, 9, 12])
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+@pytest.mark.parametrize(
+    ("rows", "mesh"), diagonal([4, 5, 7, 9, 12], ["tp=2", "tp=3", "tp=4"])
+)
 def test_repeats_of_any_size(rows: int, mesh: str) -> None:
     for times in ((2, 1), (3, 1), (4, 1), (7, 1), (2, 3, 1)):
         repeated(times, rows, mesh)
@@ -295,8 +297,9 @@ def test_slices_of_one_tensor_share_an_exchange(
     assert round(sent_rows(stencil, rows)) >= apart
 
 
-@pytest.mark.parametrize("rows", [9, 13, 16, 21])
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+@pytest.mark.parametrize(
+    ("rows", "mesh"), diagonal([9, 13, 16, 21], ["tp=2", "tp=3", "tp=4"])
+)
 def test_stencils_of_any_size(mesh: str, rows: int) -> None:
     for stencil, *_ in STENCILS.values():
         sent_rows(stencil, rows, mesh)
@@ -361,8 +364,9 @@ def weighed(x: torch.Tensor) -> torch.Tensor:
     return sum(y.tanh() for y in slices) + x[:1]
 
 
-@pytest.mark.parametrize("rows", [9, 13, 16, 21])
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4"])
+@pytest.mark.parametrize(
+    ("rows", "mesh"), diagonal([9, 13, 16, 21], ["tp=2", "tp=3", "tp=4"])
+)
 def test_gradients_of_any_size(mesh: str, rows: int) -> None:
     """Of nine rows over four ranks the last has none."""
     for stencil in (*(STENCILS[name][0] for name in FLOATING), weighed):

@@ -20,6 +20,7 @@ from fxpar.passes.local import local_ops
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
 from fxpar.sharding.ops import convolution, indexing, pools, resampling
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import ranks_of
 
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,9 +164,12 @@ def test_patches_are_rows_of_windows(name: str, mesh: str) -> None:
     check(plan, args)
 
 
-@pytest.mark.parametrize("mesh", ["h=3", "h=2[1,3]", "h=2,w=2"])
 @pytest.mark.parametrize(
-    "name", ["no padding", "maximum", "bilinear", "smoothed", "turned round"]
+    ("name", "mesh"),
+    diagonal(
+        ["no padding", "maximum", "bilinear", "smoothed", "turned round"],
+        ["h=3", "h=2[1,3]", "h=2,w=2"],
+    ),
 )
 def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
     """17 rows, in chunks or by shares; columns split as well."""
