@@ -4,7 +4,6 @@ gather none."""
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.graph.builder import Builder
 from fxpar.passes import moved_rows
-from fxpar.passes.local import share_exchanges
 from fxpar.passes.simulate.check_user_rules import OneOp
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece
@@ -195,15 +192,6 @@ def test_repeats_of_any_size(rows: int, mesh: str) -> None:
         repeated(times, rows, mesh)
 
 
-def test_turns_that_begin_elsewhere_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A shard that begins within a turn is not the beginning of one."""
-    monkeypatch.setattr(Builder, "own_start", lambda self, rows, axes, base=0: base)
-    with pytest.raises(AssertionError):
-        repeated((3, 1), 16)
-
-
 def interleaved(rows: int, times: int, mesh: str = "tp=4") -> Any:
     """The plan of rows repeated one by one, split as they lie, which is right."""
     x = torch.randn(rows, COLUMNS, dtype=torch.float64, requires_grad=True)
@@ -311,19 +299,6 @@ def test_slices_that_send_less_by_themselves_stay() -> None:
     assert sent_rows(lambda x: x[1:] - x[:-1], 16) == 1
 
 
-def test_a_window_cut_at_the_wrong_row_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = share_exchanges.copied_rows
-
-    def first(build: Any, x: Any, dim: int, start: int, end: Any) -> Any:
-        return real(build, x, dim, 0, build.compute(operator.sub, end, start))
-
-    monkeypatch.setattr(share_exchanges, "copied_rows", first)
-    with pytest.raises(AssertionError):
-        sent_rows(STENCILS["three points"][0], 18)
-
-
 def gradient_rows(stencil: Stencil, rows: int, mesh: str = "tp=4") -> float:
     """Rows that a rank sends at most in forward and backward, of two columns."""
     x = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
@@ -373,17 +348,6 @@ def test_gradients_of_any_size(mesh: str, rows: int) -> None:
         gradient_rows(stencil, rows, mesh)
 
 
-def test_gradients_put_at_the_wrong_row_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = row_moves.firsts_of
-    monkeypatch.setattr(
-        row_moves, "firsts_of", lambda exchanges: sorted(real(exchanges))
-    )
-    with pytest.raises(AssertionError):
-        gradient_rows(weighed, 18)
-
-
 def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is priced: what lies split and is wanted so is not gathered."""
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
@@ -401,73 +365,6 @@ def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What is broken, and an op that must notice.
-
-
-def one_row_short(patch: pytest.MonkeyPatch) -> None:
-    meeting = row_moves._meeting
-
-    def wrong(*args: int) -> range:
-        rows = meeting(*args)
-        return rows[:-1] if len(rows) > 1 else rows
-
-    patch.setattr(row_moves, "_meeting", wrong)
-
-
-def not_turned(patch: pytest.MonkeyPatch) -> None:
-    taken = moved_rows._taken
-
-    def wrong(call: Any, x: Any, dim: int, run: row_moves.Run) -> Any:
-        first = min(run.first, run.first + run.step * (run.count - 1))
-        turned = row_moves.Run(first, abs(run.step), run.count, run.at, run.stride)
-        return taken(call, x, dim, turned)
-
-    patch.setattr(moved_rows, "_taken", wrong)
-
-
-def of_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
-    runs = row_moves.runs
-
-    def wrong(exchange: Exchange, mesh: Mesh) -> row_moves.Runs:
-        return runs(exchange, mesh)[::-1]
-
-    patch.setattr(moved_rows, "runs", wrong)
-
-
-def only_what_begins_a_turn(patch: pytest.MonkeyPatch) -> None:
-    """A rank gets nothing of a turn that began before its rows."""
-    read = row_moves._read
-
-    def wrong(moves: RowMoves, to: Sequence[tuple[int, int]]) -> Sequence[RowPiece]:
-        return [piece for piece in read(moves, to) if piece.at == to[0][0]]
-
-    patch.setattr(row_moves, "_read", wrong)
-
-
-@pytest.mark.parametrize(
-    ("broken", "name"),
-    [
-        (only_what_begins_a_turn, "repeated"),
-        (one_row_short, "slice"),
-        (not_turned, "flipped"),
-        (of_the_wrong_rank, "joined"),
-        (of_the_wrong_rank, "padded"),
-    ],
-)
-def test_what_is_wrong_is_noticed(
-    broken: Callable[[pytest.MonkeyPatch], None],
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mesh = Mesh.parse("a=2")
-    assert tried(name, 8, mesh)
-    row_moves.runs.cache_clear()
-    broken(monkeypatch)
-    try:
-        with pytest.raises((AssertionError, RuntimeError)):
-            tried(name, 8, mesh)
-    finally:
-        row_moves.runs.cache_clear()
-        row_moves.crossing.cache_clear()
 
 
 def moved(x: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, ...]:

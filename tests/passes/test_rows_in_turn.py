@@ -264,17 +264,6 @@ def test_a_row_that_was_no_padding_is_missed(
         right(lambda a, b: fn(a * 2, b * 3).sin(), tensors(2, rows, COLUMNS), "tp=4")
 
 
-def test_rows_of_the_wrong_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uneven_steps._every
-    monkeypatch.setattr(
-        uneven_steps,
-        "_every",
-        lambda x, turns, first, *rest: real(x, turns, turns.parts - 1 - first, *rest),
-    )
-    with pytest.raises(AssertionError):
-        right(in_turn(), tensors(2, 13, COLUMNS), "tp=4")
-
-
 def scan(x: torch.Tensor, y: torch.Tensor) -> Any:
     """A linear recurrence, as torch's own form computes it."""
 

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.graph import collective_nodes
-from fxpar.passes import lower
 from fxpar.sharding import shard_sizes
 from tests.helpers.odd_sizes import check
 
@@ -73,45 +71,3 @@ def test_the_batch_is_viewed_with_its_rows() -> None:
 
 
 # Each with what is broken, and a program that must notice.
-
-
-def last_shards_are_short(patch: pytest.MonkeyPatch) -> None:
-    def first_rows(build, x, d, room, parts):
-        rows = sum(parts)
-        return build.call(torch.ops.aten.slice.Tensor, x, d, 0, rows)
-
-    patch.setattr(lower, "_join_parts", first_rows)
-
-
-def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    def spread(build, x, d, room, parts):
-        more = [0] * x.meta["val"].dim()
-        more[d] = room * len(parts) - sum(parts)
-        return build.pad(x, more)
-
-    patch.setattr(lower, "_pad_parts", spread)
-
-
-def totals_by_share(patch: pytest.MonkeyPatch) -> None:
-    def cut(shape, before, after, alike=()):
-        return made(shape, before, after)
-
-    made = collective_nodes.Cut
-    patch.setattr(collective_nodes, "Cut", cut)
-
-
-@pytest.mark.parametrize(
-    ("broken", "program"),
-    [
-        (last_shards_are_short, mlp),
-        (padded_at_the_end, mlp),
-        (totals_by_share, order),
-    ],
-    ids=lambda x: x.__name__,
-)
-def test_what_is_wrong_is_noticed(
-    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(program, (7, 8, 5), "dp=4[1,5,1,2]")

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.graph import collective_nodes
-from fxpar.sharding import shard_sizes
-from fxpar.sharding.ops import LOCAL, reduction
 from tests.helpers.odd_sizes import check
 
 F = nn.functional
@@ -68,51 +65,6 @@ def test_a_pool_of_windows_of_one_row() -> None:
 
 
 # Each with what is broken, and a program that must notice.
-
-
-def no_local_mean(patch: pytest.MonkeyPatch) -> None:
-    patch.delitem(LOCAL, aten.mean.default)
-
-
-def zeros_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    real = reduction.filled
-    patch.setattr(reduction, "filled", lambda call, x, dims, _: real(call, x, dims, 0))
-
-
-def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduction, "filled", lambda call, x, *_: x)
-
-
-def no_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collective_nodes.Cut, "is_even_in", lambda *_: True)
-
-
-def one_row_further(patch: pytest.MonkeyPatch) -> None:
-    def further(rows: int, count: int, i: int) -> tuple[int, int]:
-        start, size = chunk(rows, count, i)
-        return min(start + (0 < start < rows), rows), size
-
-    chunk = shard_sizes.chunk
-    patch.setattr(shard_sizes, "chunk", further)
-
-
-@pytest.mark.parametrize(
-    ("broken", "program"),
-    [
-        (no_local_mean, means),
-        (zeros_for_no_rows, largest),
-        (nothing_for_no_rows, largest),
-        (no_padding, mlp),
-        (one_row_further, mlp),
-    ],
-    ids=lambda x: x.__name__,
-)
-def test_what_is_wrong_is_noticed(
-    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(program, (6, 5, 7), "dp=4")
 
 
 @pytest.mark.parametrize(
