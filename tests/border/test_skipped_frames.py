@@ -232,7 +232,7 @@ def slow(*values: Any) -> Any:
         slow("item", PLAIN, "module"),
         slow("disabled", PLAIN, "module"),
         slow("tied", PLAIN, "module"),
-        ("all disabled", PLAIN, "module"),
+        slow("all disabled", PLAIN, "module"),
         slow("all disabled", PLAIN, "function"),
         slow("whole", {"penalty": True}, "module"),
         slow("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
@@ -356,7 +356,7 @@ def head_outside(how: str) -> list[Any]:
     return [p.detach().clone() for p in both]
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp"])
+@pytest.mark.parametrize("how", ["plain", slow("ddp")])
 def test_code_that_is_not_compiled_is_averaged(how: str) -> None:
     """What one optimizer trains together."""
     first, second = shared_pool(RANKS).run(head_outside, how)
@@ -410,7 +410,7 @@ def test_gradients_that_nobody_averages_are_said() -> None:
         assert "fxpar.alone()" in text and "test_skipped_frames.py" in text
 
 
-@pytest.mark.parametrize("how", ["ddp", "one rank", "late"])
+@pytest.mark.parametrize("how", [slow("ddp"), slow("one rank"), "late"])
 def test_gradients_that_are_alike_or_of_one_rank_are_no_error(how: str) -> None:
     first, second = shared_pool(RANKS).run(head_of_its_own, how)
     for mine, other in zip(first[:4], second[:4], strict=True):
@@ -437,7 +437,7 @@ def whole_step(name: str) -> list[Any]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["lstm", "disabled"])
+@pytest.mark.parametrize("name", [slow("lstm"), "disabled"])
 def test_a_compiled_function_that_runs_the_backward(name: str) -> None:
     first, second = shared_pool(RANKS).run(whole_step, name)
     for mine, other in zip(first, second, strict=True):
