@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fxpar
+from tests.helpers.pairs import diagonal
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 
@@ -147,8 +148,7 @@ PACKED = [(0, 12), (0, 5, 12), (0, 1, 1, 11, 12), (0, 3, 6, 9, 12), (0, 0, 7, 12
 WINDOWS = [(-1, -1), CAUSAL, (2, 0), (-1, 2), (3, 1), (0, 99)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("places", PACKED)
+@pytest.mark.parametrize(("places", "window"), diagonal([*PACKED], [*WINDOWS]))
 def test_queries_are_split(places: tuple[int, ...], window: Any) -> None:
     """Keys are gathered, their gradients reduced; numbers are those of one device."""
     args = [*tensors(ROWS, ROWS), starts(*places)]
@@ -157,9 +157,9 @@ def test_queries_are_split(places: tuple[int, ...], window: Any) -> None:
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    "keys", [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)]
+    ("keys", "window"),
+    diagonal([(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)], [*WINDOWS]),
 )
 def test_documents_with_other_keys(keys: tuple[int, ...], window: Any) -> None:
     """Fewer keys than queries, more, and none."""
@@ -217,9 +217,12 @@ def test_keys_are_split(
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
 @pytest.mark.parametrize(
-    "keys", [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)]
+    ("keys", "window"),
+    diagonal(
+        [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)],
+        [(-1, -1), CAUSAL],
+    ),
 )
 def test_split_keys_of_other_documents(keys: tuple[int, ...], window: Any) -> None:
     """Fewer keys than queries, more, none, and as many as ranks do not divide."""
