@@ -189,7 +189,9 @@ def test_all_ranks_are_told_at_the_next_call(write) -> None:
             written_in_place, "pp=2", "compile", "global", marks=pytest.mark.slow
         ),
         (written_in_place, "dp=2", "step", "global"),
-        (written_through_data, "dp=2", "compile", "global"),
+        pytest.param(
+            written_through_data, "dp=2", "compile", "global", marks=pytest.mark.slow
+        ),
         pytest.param(
             written_through_data, "dp=2,tp=2", "shard", "global", marks=pytest.mark.slow
         ),
@@ -242,8 +244,8 @@ def test_buffers_of_rank_0_are_taken_where_ranks_feed_parts(write) -> None:
         (loaded, (0, 1), False),
         pytest.param(swapped, (0, 1), False, marks=pytest.mark.slow),
         pytest.param(written_through_data, (0, 1), False, marks=pytest.mark.slow),
-        (loaded, (0,), True),
-        (put_back, (0,), False),
+        pytest.param(loaded, (0,), True, marks=pytest.mark.slow),
+        pytest.param(put_back, (0,), False, marks=pytest.mark.slow),
         (rounded, (1,), False),
     ],
 )
