@@ -395,7 +395,9 @@ def masks_of_one_device() -> list[torch.Tensor]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", [*MESHES, "a=2,b=2"])
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, pytest.param("a=2,b=2", marks=pytest.mark.slow)]
+)
 def test_dropout_masks(mesh: str, masks_of_one_device: list[torch.Tensor]) -> None:
     first, second = masks_of_one_device
     assert not torch.equal(first, second) and 0.2 < (first == 0).float().mean() < 0.8
