@@ -1,5 +1,4 @@
-# ruff: noqa: E501  (graphs as they are printed)
-"""Products beside collectives that go round in a ring: graphs, numbers, refusals."""
+"""Products next to collectives that go round in a ring: numbers and refusals."""
 
 from __future__ import annotations
 
