@@ -120,6 +120,7 @@ def _run_main(command: list[str]) -> None:
         failed, trace = True, error.__traceback__
         while trace is not None and trace.tb_frame.f_globals["__name__"] != "__main__":
             trace = trace.tb_next
+        sys.last_value = error  # as Python itself does
         sys.excepthook(type(error), error, trace)
     finally:
         atexit._run_exitfuncs()
