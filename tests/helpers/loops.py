@@ -77,16 +77,6 @@ def loss_in_the_graph(use: Side) -> None:
 
 
 @loop()
-def sum_loss(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.net(x).square().sum(), net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model, update=lambda optimizer: None):
-        loss = run(use.rows(use.own(5, 3, 1, 4), 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def losses_in_a_dict(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> dict[str, Any]:
         y = m.net(x)
@@ -141,31 +131,6 @@ def tokens_counted_outside(use: Side) -> None:
         dist.all_reduce(count)
         scale = world / count
         use.note(loss=loss, count=count)
-
-
-@loop()
-def norm_of_logits(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.net(x), net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        logits = run(use.rows(4, 6))
-        loss = logits.norm() + logits.logsumexp(0).prod().tanh()
-        loss.backward()
-        use.note(loss=loss, logits=logits, norm=logits.norm(dim=0))
-
-
-@loop()
-def norm_in_the_graph(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = m.net(x)
-        return y.norm(), y.std(0), y.amax(), y.square().mean().sqrt().log()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        results = run(use.rows(4, 6))
-        (results[0] * results[1].sum() + results[2] - results[3]).backward()
-        use.note(results=results)
 
 
 @loop(eager="unequal: the functional form's gradient is all-reduced again")
@@ -267,11 +232,6 @@ def halves_by_view(use: Side) -> None:
 
 
 @loop()
-def halves_by_slices(use: Side) -> None:
-    pairs(use, lambda x: (x[: len(x) // 2], x[len(x) // 2 :]))
-
-
-@loop()
 def pairs_by_steps(use: Side) -> None:
     pairs(use, lambda x: (x[::2], x[1::2]))
 
@@ -283,40 +243,6 @@ def halves_outside(use: Side) -> None:
     for _ in use.steps(model):
         chosen, rejected = run(use.rows(4, 6)).chunk(2)
         loss = -F.logsigmoid(chosen - rejected).mean()
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def mixed_rows(use: Side) -> None:
-    """Rows turned, flipped, picked and mixed with others of the rank's own."""
-
-    def forward(m: Any, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        mixed = 0.7 * x + 0.3 * x[order]
-        y = m.net(mixed)
-        return (y - y.roll(1, 0)).square().mean() + (y * y.flip(0)).cumsum(0).mean()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        rows = use.own(5, 3, 1, 4)
-        order = torch.randperm(rows, generator=use.generator)
-        loss = run(use.rows(rows, 6), order)
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def indices_into_own_rows(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
-        y = m.net(x)
-        return (y.index_select(0, a) - y[b]).square().sum(-1).mean()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        rows, edges = use.own(5, 3, 2, 4), use.own(7, 4, 9, 1)
-        loss = run(use.rows(rows, 6), use.ints(rows, edges), use.ints(rows, edges))
         loss.backward()
         use.note(loss=loss)
 
@@ -370,32 +296,6 @@ def rows_in_an_attribute(use: Side) -> None:
 
 
 @loop()
-def unbiased_by_hand(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y, n = m.net(x), len(x)
-        torch._dynamo.graph_break()
-        return (y - y.mean(0)).square().mean() * n / (n - 1)
-
-    by_rows(use, forward, least=2)
-
-
-@loop()
-def chunks_in_a_loop(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
-        for i in range(0, x.shape[0], 64):
-            total = total + m.net(x[i : i + 64]).square().sum()
-        return total / x.shape[0]
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        loss = run(use.rows(use.own(130, 100, 64, 65), 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def counts_across_a_break(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(m.net(x), y, reduction="none", ignore_index=0)
@@ -406,17 +306,6 @@ def counts_across_a_break(use: Side) -> None:
     run = use.wrap(model)
     for _ in use.steps(model):
         loss = run(use.rows(6, 6), use.ints(3, 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def ragged_last_batch(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for step in use.steps(model):
-        rows = 4 if step < 2 else use.own(3, 1, 2, 4)
-        loss = F.mse_loss(run(use.rows(rows, 6)), use.rows(rows, 3))
         loss.backward()
         use.note(loss=loss)
 
@@ -555,17 +444,6 @@ def blocks_compiled_one_by_one(use: Side) -> None:
         use.note(loss=loss)
 
 
-@loop()
-def part_of_the_model_in_no_graph(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.b(m.a(x)), a=mlp(6, 6), b=mlp()))
-    model.b.forward = torch.compiler.disable(model.b.forward)
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        loss = run(use.rows(use.own(5, 3, 1, 4), 6)).square().mean()
-        loss.backward()
-        use.note(loss=loss)
-
-
 @loop(whole=OWN, alone="nothing is averaged under DDP")
 def gradients_without_backward(use: Side) -> None:
     """``autograd.grad`` gives each rank its own."""
@@ -627,29 +505,6 @@ def inputs_that_need_gradients(use: Side) -> None:
 
 
 @loop()
-def two_backwards_added_up(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        for rows in (4, 4):
-            loss = run(use.rows(rows, 6)).square().mean() / 2
-            loss.backward()
-            use.gradients(model)
-            use.note(loss=loss)
-
-
-@loop()
-def two_forwards_one_backward(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        a, b = run(use.rows(4, 6)), run(use.rows(use.own(5, 3, 1, 4), 6))
-        loss = a.square().mean() + b.abs().sum() * 0.1
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def parameter_in_two_graphs(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.net(x)
@@ -688,11 +543,6 @@ def checkpointed(use: Side, reentrant: bool) -> None:
         loss = run(use.rows(4, 6))
         loss.backward()
         use.note(loss=loss)
-
-
-@loop()
-def checkpoint_not_reentrant(use: Side) -> None:
-    checkpointed(use, False)
 
 
 @loop()
@@ -869,19 +719,6 @@ def running_mean(
         loss = run(use.rows(use.own(5, 3, 1, 4), 6))
         loss.backward()
         use.note(loss=loss, mean=model.mean)
-
-
-@loop(eager="its backward reads the count after the write (torch 2.13)")
-def running_mean_copied(use: Side) -> None:
-    running_mean(use, torch.long, lambda m, x: m.mean.copy_(0.9 * m.mean + 0.1 * x))
-
-
-@loop(eager="a write to a float64 number is lost (torch 2.13)")
-def running_mean_assigned(use: Side) -> None:
-    def write(m: Any, x: torch.Tensor) -> None:
-        m.mean = 0.9 * m.mean + 0.1 * x
-
-    running_mean(use, torch.float64, write)
 
 
 @loop()
