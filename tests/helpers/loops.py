@@ -531,10 +531,11 @@ def weight_used_outside_too(use: Side) -> None:
         use.note(loss=loss)
 
 
-def checkpointed(use: Side, reentrant: bool) -> None:
+@loop()
+def checkpoint_reentrant(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.first(x)
-        return m.last(checkpoint(m.mid, y, use_reentrant=reentrant)).square().mean()
+        return m.last(checkpoint(m.mid, y, use_reentrant=True)).square().mean()
 
     model = Forward(forward, first=nn.Linear(6, 6), mid=mlp(6, 6), last=mlp())
     model = use.model(model)
@@ -543,11 +544,6 @@ def checkpointed(use: Side, reentrant: bool) -> None:
         loss = run(use.rows(4, 6))
         loss.backward()
         use.note(loss=loss)
-
-
-@loop()
-def checkpoint_reentrant(use: Side) -> None:
-    checkpointed(use, True)
 
 
 @loop()
@@ -770,21 +766,6 @@ def weight_penalty_outside(use: Side) -> None:
 
 
 @loop()
-def clipped(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    norms: list[torch.Tensor] = []
-
-    def clip() -> None:
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-
-    for _ in use.steps(model, before=clip):
-        loss = run(use.rows(4, 6)).square().mean()
-        loss.backward()
-        use.note(loss=loss, norms=norms)
-
-
-@loop()
 def scaled_gradients(use: Side) -> None:
     """GradScaler; the second step overflows on one rank, and no rank updates."""
     model = use.model(mlp())
@@ -801,29 +782,6 @@ def scaled_gradients(use: Side) -> None:
             loss = loss * 1e308
         scaler.scale(loss).backward()
         use.note(loss=loss, scale=scaler.get_scale())
-
-
-@loop()
-def adversaries(use: Side) -> None:
-    """Two compiled models, each with its own backward."""
-    a, b = use.model(mlp(4, 6)), use.model(mlp(6, 1))
-    make, judge = use.wrap(a), use.wrap(b)
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (a, b))
-    for _ in range(3):
-        fake = make(use.rows(4, 4))
-        real = judge(use.rows(4, 6))
-        loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
-        loss.backward()
-        use.gradients(b)
-        second.step()
-        second.zero_grad()
-        other = F.softplus(-judge(fake)).mean()
-        other.backward()
-        use.gradients(a, b)
-        first.step()
-        first.zero_grad()
-        second.zero_grad()
-        use.note(loss=loss, other=other)
 
 
 @loop()
@@ -961,29 +919,6 @@ def convolutions(use: Side) -> None:
         loss = F.cross_entropy(run(use.rows(rows, 3, 8, 8)), use.ints(3, rows))
         loss.backward()
         use.note(loss=loss)
-
-
-@loop()
-def attention(use: Side) -> None:
-    def forward(m: Any, ids: torch.Tensor) -> torch.Tensor:
-        x = m.words(ids)
-        q, k, v = m.rows(m.norm(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return m.head(x + m.out(y.transpose(1, 2).flatten(2)))
-
-    words, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-    head.weight = words.weight
-    layers = {"norm": nn.LayerNorm(8), "rows": nn.Linear(8, 24)}
-    out = nn.Linear(8, 8)
-    model = Forward(forward, words=words, head=head, out=out, **layers)
-    model = use.model(model)
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        ids = use.ints(11, use.own(3, 2, 4, 1), use.own(6, 9))
-        logits = run(ids)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        use.note(loss=loss, logits=logits)
 
 
 @loop()
