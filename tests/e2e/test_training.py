@@ -43,6 +43,13 @@ CASES = [
     *(row(name, mesh, "sharded") for name, mesh in product(NAMES, FOUR)),
     *(row(name, mesh, "sharded", 3) for name, mesh in product(ODD_NAMES, FOUR)),
     row("llama", "dp=2,tp=2", "sharded", codegen="inductor"),
+    # Regions as single ops.
+    *(
+        row(name, mesh, rest, 3, fuse="interpret")
+        for name, (mesh, rest) in product(
+            NAMES, [("tp=4", "whole"), ("dp=2,tp=2", "whole"), ("dp=4", "sharded")]
+        )
+    ),
     # In stages.
     row("llama", "pp=2", steps=3, microbatches=4),
     row("gpt2", "pp=2,dp=2", steps=3, microbatches=2),
