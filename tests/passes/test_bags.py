@@ -125,9 +125,6 @@ def test_bags_of_unlike_length_are_whole() -> None:
     assert kinds == ["all_gather", "all_reduce"]
 
 
-# What is broken, and how a table lies that must notice.
-
-
 def test_lengths_that_are_taken_for_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bags are cut at every fifth index, where they are not."""
     monkeypatch.setattr(torch, "equal", lambda *_: True)

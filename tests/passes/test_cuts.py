@@ -96,9 +96,6 @@ def test_truths_are_not_summed() -> None:
     assert torch.equal(plan.simulate(x), found(x))
 
 
-# Each with what is broken, and a program that must notice.
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_a_stack_is_split_as_its_parts(dim: int) -> None:
     """Along the dim that torch would join them by, too."""

@@ -364,9 +364,6 @@ def test_a_search_finds_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(plan.predicted.sent)["tp"] <= 3 * x.nbytes // 4
 
 
-# What is broken, and an op that must notice.
-
-
 def moved(x: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of uneven shards, along both dims, of truths too."""
     joined = torch.cat([x[1:], x.new_ones(1, 6), x * 2])

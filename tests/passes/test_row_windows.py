@@ -308,9 +308,6 @@ def test_what_is_far_is_looked_up_by_all() -> None:
     assert near_rows.reach_of(clamped, 32) == Reach(1, first=-1, head=(0,), tail=(30,))
 
 
-# Each with what is broken, and an op that must notice.
-
-
 def trained(mesh: str) -> Any:
     """A convolution without padding between interpolations, compiled."""
 
