@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar.errors import InputMismatchError
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import shared_pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
@@ -99,8 +100,10 @@ def train(name: str, dtype: torch.dtype, values: tuple[float, ...], compiled: bo
 VALUES = (0.5, 0.3, 0.1, 0.7, 0.9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    diagonal([*FLOATS], [torch.bfloat16, torch.float32, torch.float64]),
+)
 def test_all_values_have_one_program(name: str, dtype: torch.dtype) -> None:
     want, _ = train(name, dtype, VALUES, compiled=False)
     most = FLOATS[name][1]

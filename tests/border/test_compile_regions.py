@@ -86,7 +86,7 @@ def trained(at_rest: bool) -> tuple[list[float], list[float], list[str], list[st
     return want, got, texts, [each.kind for each in plans()[-1].collectives]
 
 
-@pytest.mark.parametrize("at_rest", [False, True], ids=["whole", "at rest"])
+@pytest.mark.parametrize("at_rest", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_marked_layers_are_split(at_rest: bool) -> None:
     env = {"FXPAR_MESH": "tp=2", "FXPAR_PLAN": "propagate"}
     for want, got, said, kinds in shared_pool(2).run(trained, at_rest, env=env):

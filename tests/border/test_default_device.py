@@ -66,7 +66,9 @@ def trained(how: str, options: dict[str, Any] | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["compiled", "at rest", "step"])
+@pytest.mark.parametrize(
+    "how", ["at rest", "step", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_a_default_device_is_the_users_alone(how: str) -> None:
     options = {"mesh": "dp=2", "codegen": "eager", "plan": "propagate"}
     if how == "at rest":

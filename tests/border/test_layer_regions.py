@@ -201,8 +201,8 @@ def rows() -> Tensor:
     [
         ("llama/4", [4]),
         pytest.param("gpt2/4", [4], marks=pytest.mark.slow),
-        ("bert/4", [4]),
-        ("vit/4", [4]),
+        pytest.param("bert/4", [4], marks=pytest.mark.slow),
+        pytest.param("vit/4", [4], marks=pytest.mark.slow),
         ("mixtral/3", [3]),
         # What its layers give has holes.
         pytest.param("t5/4", [], marks=pytest.mark.slow),

@@ -140,7 +140,9 @@ def test_recurrent_nets_traced(name: str) -> None:
     check(name, allow_rnn=True)
 
 
-@pytest.mark.parametrize("name", ["lstm", "packed"])
+@pytest.mark.parametrize(
+    "name", ["lstm", pytest.param("packed", marks=pytest.mark.slow)]
+)
 def test_recurrent_nets_not_traced(name: str) -> None:
     """Each rank runs the cells as they stand, on all of the batch, and is told so."""
     texts = check(name, split=False)

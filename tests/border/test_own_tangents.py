@@ -75,10 +75,9 @@ def train(loss: Loss, inputs: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "step"),
     [
-        (own_labels, 1),
         *(
             pytest.param(loss, 1, marks=pytest.mark.slow)
-            for loss in (own_noise, own_part, own_scale)
+            for loss in (own_labels, own_noise, own_part, own_scale)
         ),
         (later, 5),
     ],
@@ -96,7 +95,7 @@ def test_all_ranks_are_told_at_the_next_call(loss: Loss, step: int) -> None:
     ("loss", "inputs"),
     [
         pytest.param(alike, "global", marks=pytest.mark.slow),
-        (rounded, "global"),
+        pytest.param(rounded, "global", marks=pytest.mark.slow),
         pytest.param(own_labels, "local", marks=pytest.mark.slow),
         (own_part, "local"),
     ],

@@ -160,7 +160,17 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize("write", AT_ONCE, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(loaded, buffer, trained_alone),
+        *(
+            pytest.param(write, marks=pytest.mark.slow)
+            for write in (written_in_place, initialized, counter)
+        ),
+    ],
+    ids=lambda fn: fn.__name__,
+)
 def test_all_ranks_are_told_at_the_next_call(write) -> None:
     args = (train, write, (0,), "dp=2", "compile", "global", False)
     errors = shared_pool(2).errors(*args, timeout=60.0)
@@ -175,9 +185,13 @@ def test_all_ranks_are_told_at_the_next_call(write) -> None:
     ("write", "mesh", "mode", "inputs"),
     [
         (written_in_place, "tp=2", "compile", "global"),
-        (written_in_place, "pp=2", "compile", "global"),
+        pytest.param(
+            written_in_place, "pp=2", "compile", "global", marks=pytest.mark.slow
+        ),
         (written_in_place, "dp=2", "step", "global"),
-        (written_through_data, "dp=2", "compile", "global"),
+        pytest.param(
+            written_through_data, "dp=2", "compile", "global", marks=pytest.mark.slow
+        ),
         pytest.param(
             written_through_data, "dp=2,tp=2", "shard", "global", marks=pytest.mark.slow
         ),
@@ -194,7 +208,10 @@ def test_on_any_mesh(write, mesh: str, mode: str, inputs: str) -> None:
         assert str(error)[:6] in ("step 3", f"step {last}")
 
 
-@pytest.mark.parametrize("write", [one_written_through_data, swapped])
+@pytest.mark.parametrize(
+    "write",
+    [one_written_through_data, pytest.param(swapped, marks=pytest.mark.slow)],
+)
 def test_what_torch_does_not_count_is_found_in_turn(write) -> None:
     args = (train, write, (1,), "dp=2", "compile", "global", False)
     for error in shared_pool(2).errors(*args, timeout=60.0):
@@ -227,8 +244,8 @@ def test_buffers_of_rank_0_are_taken_where_ranks_feed_parts(write) -> None:
         (loaded, (0, 1), False),
         pytest.param(swapped, (0, 1), False, marks=pytest.mark.slow),
         pytest.param(written_through_data, (0, 1), False, marks=pytest.mark.slow),
-        (loaded, (0,), True),
-        (put_back, (0,), False),
+        pytest.param(loaded, (0,), True, marks=pytest.mark.slow),
+        pytest.param(put_back, (0,), False, marks=pytest.mark.slow),
         (rounded, (1,), False),
     ],
 )

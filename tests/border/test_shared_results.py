@@ -123,7 +123,10 @@ def of_parts(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "by rows" else pytest.mark.slow) for x in VIEWS],
+)
 def test_views_of_a_part_of_the_batch(name: str) -> None:
     """Results are the rank's own, gradients means."""
     each = [of_parts(name, rank) for rank in range(2)]

@@ -17,6 +17,7 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning
 from fxpar.errors import RankMismatchError
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -231,7 +232,7 @@ def slow(*values: Any) -> Any:
         slow("item", PLAIN, "module"),
         slow("disabled", PLAIN, "module"),
         slow("tied", PLAIN, "module"),
-        ("all disabled", PLAIN, "module"),
+        slow("all disabled", PLAIN, "module"),
         slow("all disabled", PLAIN, "function"),
         slow("whole", {"penalty": True}, "module"),
         slow("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
@@ -304,18 +305,19 @@ def warned(name: str, inputs: str) -> list[str]:
     return [str(w.message) for w in caught if w.category is FxparWarning]
 
 
-@pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize(
-    ("name", "why", "line"),
-    [
-        ("lstm", LSTM, "self.lstm"),
-        ("nonzero", "NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
-        ("item", "ItemInTry.forward is in no graph: .*item", ".item()"),
-        ("all disabled", "WhollyDisabled is in no graph: .*disable", None),
-        ("broken at once", "code at a graph break is in no graph: .*item", "self.norm"),
-    ],
-)
-def test_a_skipped_frame_is_said_once(name, why, line, inputs) -> None:
+# What is said of a model, and a word of the line.
+SAID = {
+    "lstm": (LSTM, "self.lstm"),
+    "nonzero": ("NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
+    "item": ("ItemInTry.forward is in no graph: .*item", ".item()"),
+    "all disabled": ("WhollyDisabled is in no graph: .*disable", None),
+    "broken at once": ("code at a graph break is in no graph: .*item", "self.norm"),
+}
+
+
+@pytest.mark.parametrize(("name", "inputs"), diagonal([*SAID], ["global", "local"]))
+def test_a_skipped_frame_is_said_once(name: str, inputs: str) -> None:
+    why, line = SAID[name]
     first, *others = shared_pool(RANKS).run(warned, name, inputs)
     (text,) = first
     assert re.match(why, text)
@@ -354,7 +356,7 @@ def head_outside(how: str) -> list[Any]:
     return [p.detach().clone() for p in both]
 
 
-@pytest.mark.parametrize("how", ["plain", "ddp"])
+@pytest.mark.parametrize("how", ["plain", slow("ddp")])
 def test_code_that_is_not_compiled_is_averaged(how: str) -> None:
     """What one optimizer trains together."""
     first, second = shared_pool(RANKS).run(head_outside, how)
@@ -408,7 +410,7 @@ def test_gradients_that_nobody_averages_are_said() -> None:
         assert "fxpar.alone()" in text and "test_skipped_frames.py" in text
 
 
-@pytest.mark.parametrize("how", ["ddp", "one rank", "late"])
+@pytest.mark.parametrize("how", [slow("ddp"), slow("one rank"), "late"])
 def test_gradients_that_are_alike_or_of_one_rank_are_no_error(how: str) -> None:
     first, second = shared_pool(RANKS).run(head_of_its_own, how)
     for mine, other in zip(first[:4], second[:4], strict=True):
@@ -435,7 +437,7 @@ def whole_step(name: str) -> list[Any]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["lstm", "disabled"])
+@pytest.mark.parametrize("name", [slow("lstm"), "disabled"])
 def test_a_compiled_function_that_runs_the_backward(name: str) -> None:
     first, second = shared_pool(RANKS).run(whole_step, name)
     for mine, other in zip(first, second, strict=True):

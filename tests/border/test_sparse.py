@@ -11,6 +11,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparError
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import shared_pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
@@ -64,8 +65,9 @@ def run(name: str, how: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["compile", "shard", "plan", "step"])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    ("name", "how"), diagonal([*MAKE], ["compile", "shard", "plan", "step"])
+)
 def test_a_sparse_gradient_is_refused(name: str, how: str) -> None:
     for error in shared_pool(2).errors(run, name, how, env=ENV):
         assert isinstance(error, FxparError) and "sparse=False" in str(error)

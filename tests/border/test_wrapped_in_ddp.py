@@ -137,11 +137,12 @@ def test_gradients_are_those_of_one_device(way: str, inputs: str) -> None:
     check(shared_pool(2).run(wrapped, inputs, way), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({"find_unused_parameters": True}, marks=pytest.mark.slow),
-        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
+        {"find_unused_parameters": True},
+        {"static_graph": True},
         {"gradient_as_bucket_view": True, "broadcast_buffers": False},
     ],
     ids=lambda how: next(iter(how)),
@@ -154,9 +155,8 @@ def accumulated(inputs: str) -> tuple[Trained, list[str]]:
     return wrapped(inputs, every=2)
 
 
-@pytest.mark.parametrize(
-    "inputs", ["local", pytest.param("global", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", ["local", "global"])
 def test_gradients_accumulated_under_no_sync(inputs: str) -> None:
     check(shared_pool(2).run(accumulated, inputs), inputs, every=2)
 

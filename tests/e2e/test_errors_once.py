@@ -1,5 +1,5 @@
-"""What a user reads under torchrun where ranks fail: each error once, with the user's
-frames and the message last."""
+"""What a user reads where ranks fail: each error once, with the user's frames and the
+message last; what torchrun says last is that message."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import threading
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fxpar import errors, print_errors
 from tests.helpers.processes import ROOT, environment
+from tests.helpers.scripts import run_script
 
 SCRIPT = """
 import os, sys, torch
 import torch.distributed as dist
 import fxpar
 
-rank, case = int(os.environ["RANK"]), sys.argv[1]
+rank, case, *folder = int(os.environ["RANK"]), *sys.argv[1:]
+if folder:  # as torchrun does
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder[0]}/rank{rank}.json"
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 16)
 options = {"codegen": "eager"}
@@ -44,8 +48,19 @@ train()
 """
 
 
+def ranks_of(case: str, tmp_path: Path) -> tuple[str, str]:
+    """What ranks print, and what they leave for torchrun to end with."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {"FXPAR_MESH": "dp=2"}
+    ended = run_script(script, case, str(tmp_path), ranks=2, fork=True, env=env)
+    assert 1 in [each.code for each in ended]
+    files = sorted(tmp_path.glob("rank*.json"))
+    return "".join(each.output for each in ended), files[0].read_text()
+
+
 def launch(case: str, tmp_path: Path, **variables: str) -> tuple[str, str]:
-    """What ranks print, and what torchrun ends with."""
+    """What ranks print under torchrun, and what it ends with."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -63,7 +78,11 @@ def launch(case: str, tmp_path: Path, **variables: str) -> tuple[str, str]:
     return ranks, footer.partition("Root Cause")[2]
 
 
+BY = [ranks_of, pytest.param(launch, marks=pytest.mark.slow)]
+
+
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("run", BY)
 @pytest.mark.parametrize(
     ("case", "fact", "fix"),
     [
@@ -72,9 +91,9 @@ def launch(case: str, tmp_path: Path, **variables: str) -> tuple[str, str]:
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(
-    case: str, fact: str, fix: str, tmp_path: Path
+    case: str, fact: str, fix: str, run: Any, tmp_path: Path
 ) -> None:
-    ranks, footer = launch(case, tmp_path)
+    ranks, footer = run(case, tmp_path)
     lines = [line.removeprefix("[rank0]: ") for line in ranks.splitlines()]
     assert ranks.count(fact) == 1
     begin = lines.index("Traceback (most recent call last):")
@@ -90,7 +109,7 @@ def test_an_error_of_all_ranks_is_printed_once(
 
 @pytest.mark.multiprocess
 def test_a_rank_prints_an_error_of_its_own_in_full(tmp_path: Path) -> None:
-    ranks, footer = launch("rank 1", tmp_path)
+    ranks, footer = launch("rank 1", tmp_path)  # one start by torchrun itself
     assert "FxparError: a fact of rank 1\n" in ranks and "fix: look there" in ranks
     assert "rank 1 ends with" not in ranks
     assert "a fact of rank 1" in footer

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar.errors import FxparWarning, PlanError
+from fxpar.errors import FxparWarning
 from fxpar.sharding.plan import Plan
 from tests.helpers.spawn import ranks_of, shared_pool
 
@@ -395,7 +395,9 @@ def masks_of_one_device() -> list[torch.Tensor]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", [*MESHES, "a=2,b=2"])
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, pytest.param("a=2,b=2", marks=pytest.mark.slow)]
+)
 def test_dropout_masks(mesh: str, masks_of_one_device: list[torch.Tensor]) -> None:
     first, second = masks_of_one_device
     assert not torch.equal(first, second) and 0.2 < (first == 0).float().mean() < 0.8
@@ -456,31 +458,3 @@ def test_dump_can_be_read_and_run(tmp_path: Path) -> None:
         for name in names[:-1]:  # the same on every rank, until it is bound
             same = (other / f"{name}.txt").read_text()
             assert same == (first / f"{name}.txt").read_text()
-
-
-def planned(path: str | None) -> list[Any]:
-    model = made()
-    out, grads = step(model, compiled(model, mesh="dp=2,tp=2"), sample())
-    plan = fxpar.plans()[-1]
-    if path is not None and dist.get_rank() == 0:
-        plan.save(path)
-    return [out, grads, plan.hash]
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_plan_of_an_earlier_run(tmp_path: Path) -> None:
-    path = str(tmp_path / "plan.json")
-    hints = tmp_path / "hints.toml"
-    hints.write_text('"up.weight" = ["_", "tp"]\n')
-
-    def on_four(path: str | None, **env: str) -> Any:
-        return on_ranks(planned, path, mesh="dp=2,tp=2", env=env)
-
-    default = on_four(None)
-    hinted = on_four(path, FXPAR_HINTS=str(hints))
-    again = on_four(None, FXPAR_PLAN=path)
-    assert again[2] == hinted[2] != default[2]
-    near(again[:2], default[:2])
-    errors = shared_pool(4).errors(masks, "dp=2,tp=2", env={"FXPAR_PLAN": path})
-    assert [type(error) for error in errors] == [PlanError] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ def test_a_place_that_fails_tells_the_other() -> None:
     assert isinstance(first, RankMismatchError), first
 
 
+QUICK = ("hints", "search", "local")
 HINTS = {"0.weight": ("dp", None), "2.weight": (None, "dp")}
 
 
@@ -148,27 +150,20 @@ def laid_out(how: str, plan: str) -> tuple[list[float], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "plan"),
+    ("how", "plan", "inputs"),
     [
-        ("hints", "search"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("hints", "propagate"),
-                ("sample", "propagate"),
-                ("sample", "search"),
-            )
-        ),
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+        for case in product(
+            ("hints", "sample"), ("search", "propagate"), ("local", "global")
+        )
     ],
 )
-def test_layouts_that_name_the_batch_axis(how: str, plan: str) -> None:
-    for inputs in ("global", "local"):
-        env = {"FXPAR_INPUTS": inputs, "FXPAR_PLAN": plan}
-        pool = shared_pool(2)
-        expected = pool.run(laid_out, "ddp", plan, timeout=100.0)
-        for (losses, ps), (want, qs) in zip(
-            pool.run(laid_out, how, plan, env=env, timeout=100.0), expected, strict=True
-        ):
-            assert losses == pytest.approx(want, rel=1e-10)
-            for p, q in zip(ps, qs, strict=True):
-                torch.testing.assert_close(p, q)
+def test_layouts_that_name_the_batch_axis(how: str, plan: str, inputs: str) -> None:
+    env = {"FXPAR_INPUTS": inputs, "FXPAR_PLAN": plan}
+    pool = shared_pool(2)
+    expected = pool.run(laid_out, "ddp", plan, timeout=100.0)
+    results = pool.run(laid_out, how, plan, env=env, timeout=100.0)
+    for (losses, ps), (want, qs) in zip(results, expected, strict=True):
+        assert losses == pytest.approx(want, rel=1e-10)
+        for p, q in zip(ps, qs, strict=True):
+            torch.testing.assert_close(p, q)

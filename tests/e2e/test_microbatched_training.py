@@ -1,57 +1,17 @@
-"""Training with the batch in microbatches, on ranks: losses, gradients, buffers and
-the optimizer's state are those of one device, compiled and as a whole step."""
+"""Whole steps with the batch in microbatches, on ranks: losses, buffers and the
+optimizer's state are those of one device."""
 
 from __future__ import annotations
-
-import logging
-from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.spawn import ranks_of, shared_pool
-from tests.helpers.training import Run, compare, one_device, train
+from tests.helpers.spawn import shared_pool
 from tests.helpers.whole_steps import whole_steps
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
-TRAINED = [
-    ("llama", "dp=2", "whole"),
-    ("gpt2", "dp=2,tp=2", "sharded"),
-    ("resnet", "dp=2", "whole"),
-    ("bert", "tp=2", "sharded"),
-    ("vit", "dp=2,tp=2", "whole"),
-]
-
-
-def train_in_one_graph(*args: Any) -> Run:
-    """GPT-2's loss calls a logger, at which Dynamo else breaks the graph; a part of it
-    without a batch can not be cut."""
-    import transformers  # noqa: F401  (gives loggers ``warning_once``)
-
-    silent = {logging.Logger.warning_once}
-    with torch._dynamo.config.patch(ignore_logging_functions=silent):
-        return train(*args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["propagate", "search"])
-@pytest.mark.parametrize(("name", "mesh", "rest"), TRAINED)
-def test_models_train_as_on_one_device(
-    name: str, mesh: str, rest: str, plan: str
-) -> None:
-    options = {"mesh": mesh, "codegen": "eager", "microbatches": 2, "plan": plan}
-    given = name, options, STEPS, rest
-    runs = ranks_of(mesh).run(train_in_one_graph, *given, timeout=900.0)
-    compare(runs, one_device(name, STEPS))
-
-
-@pytest.mark.slow
-def test_a_model_trains_with_inductor() -> None:
-    options = {"mesh": "dp=2", "microbatches": 2}
-    runs = shared_pool(2).run(train, "llama", options, STEPS, "sharded", timeout=900.0)
-    compare(runs, one_device("llama", STEPS))
 
 
 @pytest.mark.parametrize(

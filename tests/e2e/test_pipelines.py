@@ -16,35 +16,11 @@ from tests.helpers.dying_rank import (
     check_that_the_stage_is_named,
 )
 from tests.helpers.spawn import ranks_of, shared_pool
-from tests.helpers.training import compare, one_device, train
 from tests.helpers.whole_steps import whole_steps
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
 
 STEPS = 3
-COMPILED = [
-    ("llama", "pp=2", 4),
-    ("gpt2", "pp=2,dp=2", 2),
-    ("bert", "pp=2,tp=2", None),
-    ("vit", "pp=4", 4),
-    ("resnet", "pp=2", 2),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "parts"), COMPILED)
-def test_models_train_as_on_one_device(name: str, mesh: str, parts: int | None) -> None:
-    options = {"mesh": mesh, "codegen": "eager", "microbatches": parts}
-    options["plan"] = "propagate"
-    runs = ranks_of(mesh).run(train, name, options, STEPS, "whole", timeout=900.0)
-    compare(runs, one_device(name, STEPS))
-
-
-@pytest.mark.slow
-def test_a_model_trains_with_inductor() -> None:
-    options = {"mesh": "pp=2", "microbatches": 2}
-    runs = shared_pool(2).run(train, "llama", options, STEPS, "whole", timeout=900.0)
-    compare(runs, one_device("llama", STEPS))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import FxparError
 from tests.helpers.spawn import ranks_of
-from tests.helpers.training import compare, loop, one_device, train, whole
+from tests.helpers.training import loop, whole
 from tests.helpers.whole_steps import whole_steps
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
@@ -144,16 +144,6 @@ def test_whole_steps_update_what_rests_in_parts(mesh: str, schedule: str) -> Non
         for kind in ("state", "moments", "buffers"):
             for name, x in want[kind].items():
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_models_train_at_rest_in_stages(name: str, codegen: str) -> None:
-    options = {"mesh": "pp=2", "codegen": codegen, "microbatches": 2}
-    options["plan"] = "propagate"
-    runs = ranks_of("pp=2").run(train, name, options, STEPS, "sharded", timeout=900.0)
-    compare(runs, one_device(name, STEPS))
 
 
 def epochs(

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.sharding.plan import Plan
-from tests.helpers.models import NAMES, ODD_NAMES, build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
-    STEPS,
-    compare,
     gradients,
     loop,
-    one_device,
-    part,
-    train,
     whole,
 )
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
-
-MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
 
 
 @pytest.fixture(autouse=True)
@@ -68,37 +57,7 @@ def alike(fn: Callable[..., Any], mesh: str, *args: Any, timeout: float = 120.0)
     return first
 
 
-# Five real models
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NAMES)
-def test_op_by_op(name: str, mesh: str) -> None:
-    options = {"mesh": mesh, "codegen": "eager"}
-    runs = ranks_of(mesh).run(train, name, options, STEPS, "sharded", timeout=300.0)
-    compare(runs, one_device(name))
-
-
-@pytest.mark.slow
-def test_generated_kernels() -> None:
-    options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
-    pool = ranks_of(options["mesh"])
-    runs = pool.run(train, "llama", options, STEPS, "sharded", timeout=900.0)
-    compare(runs, one_device("llama"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_odd_sizes(name: str, mesh: str) -> None:
-    """Batch 6, sequence 37, 101 words, 3 heads: many a parameter rests unevenly."""
-    options = {"mesh": mesh, "codegen": "eager"}
-    runs = ranks_of(mesh).run(train, name, options, 3, "sharded", timeout=300.0)
-    compare(runs, one_device(name, 3))
-
-
-# A small model for everything else
+# A small model for everything
 
 ON_ONE_AXIS = pytest.mark.parametrize(
     "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
@@ -176,57 +135,6 @@ def prepared(
     return model, compiled(model, mesh, **options)
 
 
-# A long run
-
-
-LONG, PARTS = 50, 4
-
-
-def long_run(mesh: str | None) -> list[float]:
-    """Clipping, accumulation and a schedule, on Llama."""
-    model, batch = build_loss("llama", 16)
-    program = model
-    if mesh is not None:
-        model = fxpar.shard(model, mesh=mesh)
-        program = compiled(model, mesh)
-    micro = [
-        {k: v.chunk(PARTS)[i].clone() for k, v in batch.items()} for i in range(PARTS)
-    ]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LONG)
-    out = []
-    for _ in range(LONG):
-        total = 0.0
-        for i, one in enumerate(micro):
-            waits = mesh is not None and i < PARTS - 1
-            with fxpar.no_sync(model) if waits else contextlib.nullcontext():
-                loss = program(**one) / PARTS
-                loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        out += [total, whole(norm).item()]
-    return out
-
-
-@cache
-def long_run_of_one_device() -> list[float]:
-    return long_run(None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2"])
-def test_fifty_steps_with_clipping_accumulation_and_a_schedule(mesh: str) -> None:
-    want = long_run_of_one_device()
-    for got in ranks_of(mesh).run(long_run, mesh, timeout=400.0):
-        assert got[0::2] == pytest.approx(want[0::2], rel=1e-4)
-        assert got[1::2] == pytest.approx(want[1::2], rel=1e-3)
-    assert want[1] > 0.5  # clipped
-    assert want[-2] < want[0]
-
-
 # Accumulation
 
 
@@ -300,99 +208,7 @@ def test_every_gradient_owns_its_memory(mesh: str) -> None:
     near(alike(twins, mesh), twins(None))
 
 
-# Optimizers
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),
-    "adam": lambda ps, **how: torch.optim.Adam(ps, lr=1e-2, **how),
-    "adafactor": lambda ps, **how: torch.optim.Adafactor(ps, lr=1e-2, **how),
-    "adamw": lambda ps, **how: torch.optim.AdamW(ps, lr=1e-2, **how),
-}
-
-
-def optimized(mesh: str | None, names: list[str]) -> dict[str, Any]:
-    model, program = prepared(mesh)
-    begin = {name: whole(p) for name, p in model.named_parameters()}
-    out = {}
-    for name in names:
-        for foreach in (True, False):
-            with torch.no_grad():
-                for key, p in model.named_parameters():
-                    set_whole(p, begin[key])
-            optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
-            out[f"{name} {foreach}"] = steps(model, program, optimizer, 3)[::2]
-            if mesh is not None:
-                check_state(optimizer, name)
-    return out
-
-
-def set_whole(p: Any, value: torch.Tensor) -> None:
-    """Give a parameter, plain or sharded, a global value."""
-    if isinstance(p, DTensor):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value, p.device_mesh, p.placements)
-    p.copy_(value)
-
-
-def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """State of a parameter's shape rests as the parameter does."""
-    for p, state in optimizer.state.items():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.shape == p.shape and p.dim():
-                assert value.placements == p.placements, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "mesh"),
-    [
-        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}")
-        for names, mesh in (
-            (["sgd", "adam", "adamw"], "dp=2"),
-            (["sgd", "adam", "adamw"], "dp=2,tp=2"),
-            (["adafactor"], "dp=2,tp=2"),
-        )
-    ],
-)
-def test_stock_optimizers(names: list[str], mesh: str) -> None:
-    want = optimized(None, names)
-    got = alike(optimized, mesh, names, timeout=200.0)
-    for name in want:
-        near(got[name], want[name], rtol=1e-4, atol=2e-6)
-
-
-# Copies, freezing, unused and shared parameters, parametrizations
-
-
-def averaged(mesh: str | None) -> list[Any]:
-    model, program = prepared(mesh)
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    out = steps(model, program, optimizer, 3, lambda: ema.update_parameters(model))
-    copied = ema.module
-    mean = {name: whole(p) for name, p in copied.named_parameters()}
-    copied = copied if mesh is None else compiled(copied, mesh)
-    loss = copied(**batches(1)[0])
-    loss.backward()
-    return [out[0], mean, loss.item(), gradients(ema.module)]
-
-
-@pytest.mark.slow
-def test_an_averaged_copy() -> None:
-    near(alike(averaged, "dp=2,tp=2"), averaged(None), rtol=1e-4)
-
-
-def freeze(model: nn.Module) -> None:
-    model.words.weight.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-
-
-def add_unused(model: nn.Module) -> None:
-    model.idle = nn.Linear(WIDTH, WIDTH)
+# Shared parameters, parametrizations
 
 
 def share_blocks(model: nn.Module) -> None:
@@ -405,81 +221,16 @@ def normalize_weights(model: nn.Module) -> None:
         torch.nn.utils.parametrizations.weight_norm(layer.up)
 
 
-class Adapted(nn.Module):
-    """As LoRA: a frozen layer and a trained product beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 4)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-def adapt(model: nn.Module) -> None:
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
-
-
-CHANGES: dict[str, Change] = {
-    "freeze": freeze,
-    "unused": add_unused,
-    "shared": share_blocks,
-    "weight_norm": normalize_weights,
-    "adapters": adapt,
-}
-
-
-def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
-    out = {}
-    for name in names:
-        torch._dynamo.reset()
-        model, program = prepared(mesh, CHANGES[name])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        out[name] = [*steps(model, program, optimizer, 2), trained(model)]
-    return out
-
-
-def trained(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.requires_grad]
+def changed(mesh: str | None, change: Change) -> list[Any]:
+    model, program = prepared(mesh, change)
+    return steps(model, program, torch.optim.SGD(model.parameters(), lr=0.1), 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "mesh"),
-    [
-        ("shared", "dp=2"),
-        ("weight_norm", "dp=2"),
-        *((name, "dp=2,tp=2") for name in CHANGES),
-    ],
-)
-def test_unusual_parameters(change: str, mesh: str) -> None:
-    want = changed(None, [change])[change]
-    near(alike(changed, mesh, [change])[change], want, rtol=1e-4)
-    names = set(want[3])
-    assert set(want[1]) == {name for name in names if not name.startswith("idle")}
-
-
-def lora(mesh: str | None) -> list[Any]:
-    import peft
-
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["up", "down"], lora_dropout=0.0)
-    model = peft.get_peft_model(small(), config)
-    program = model
-    if mesh is not None:
-        model = fxpar.shard(model, mesh=mesh)
-        program = compiled(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return steps(model, program, optimizer, 2)
-
-
-def test_peft_lora() -> None:
-    pytest.importorskip("peft")
-    near(alike(lora, "dp=2,tp=2"), lora(None), rtol=1e-4)
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("change", [share_blocks, normalize_weights])
+def test_unusual_parameters(change: Change, mesh: str) -> None:
+    near(alike(changed, mesh, change), changed(None, change), rtol=1e-4)
 
 
 # Dtypes
@@ -563,7 +314,7 @@ def test_autocast_gathers_what_it_casts() -> None:
     assert ("all_gather", 2) in sizes and ("all_gather", 4) not in sizes
 
 
-# Layout from a sample, from hints
+# Layout from a sample
 
 
 def with_sample(mesh: str) -> list[Any]:
@@ -595,28 +346,7 @@ def test_a_layout_from_a_sample_is_never_gathered_on_tp(mesh: str) -> None:
         assert not [c for c in collectives if c[0] != "all_reduce"]
 
 
-def of_one_device(count: int) -> list[Any]:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return steps(model, model, optimizer, count)
-
-
-def with_hints(mesh: str) -> list[Any]:
-    model = fxpar.shard(small(), mesh=mesh, hints={"*.up.weight": ["tp", "_"]})
-    lies = {n: " ".join(map(str, p.placements)) for n, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return [steps(model, compiled(model, mesh), optimizer, 2), lies]
-
-
-@pytest.mark.slow
-def test_hints_lay_out_parameters() -> None:
-    out, lies = alike(with_hints, "dp=2,tp=2")
-    near(out, of_one_device(2), rtol=1e-4)
-    assert lies["layers.1.up.weight"] == "R S(0)"
-    assert lies["odd"] == "R R" and lies["scale"] == "R R"
-
-
-# Eager, regional, local
+# Eager, and gathered once
 
 
 def uncompiled(mesh: str | None) -> list[Any]:
@@ -630,37 +360,6 @@ def uncompiled(mesh: str | None) -> list[Any]:
 @ON_ONE_AXIS
 def test_eager_use_is_correct(mesh: str) -> None:
     near(alike(uncompiled, mesh), uncompiled(None), rtol=1e-4)
-
-
-def regional(mesh: str | None) -> list[Any]:
-    model = small()
-    if mesh is not None:
-        model = fxpar.shard(model, mesh=mesh)
-        for layer in model.layers:
-            layer.compile(backend="fxpar", options={"codegen": "eager", "mesh": mesh})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return steps(model, model, optimizer, 2)
-
-
-@pytest.mark.slow
-@ON_ONE_AXIS
-def test_layers_compiled_one_by_one(mesh: str) -> None:
-    near(alike(regional, mesh), regional(None), rtol=1e-4)
-
-
-def local(mesh: str | None) -> list[Any]:
-    model, program = prepared(mesh, **({} if mesh is None else {"inputs": "local"}))
-    (batch,) = batches(1)
-    if mesh is not None:
-        batch = part(batch, 2)
-    loss = program(**batch)
-    loss.backward()
-    return [loss.item(), gradients(model)]
-
-
-@pytest.mark.slow
-def test_each_rank_may_feed_its_part() -> None:
-    near(alike(local, "dp=2,tp=2"), local(None))
 
 
 def deep() -> nn.Module:
@@ -691,22 +390,3 @@ def test_gathered_parameters_may_be_kept() -> None:
     # Not needed again is the first layer's weight; still there the last one's. The
     # result is gathered too.
     assert (often, once) == (4 + 2 + 1, 4 + 1)
-
-
-def copied(mesh: str) -> list[Any]:
-    """A model and its deep copy train apart."""
-    model = fxpar.shard(mlp(), mesh=mesh)
-    other = copy.deepcopy(model)
-    torch.optim.SGD(other.parameters(), lr=0.1)
-    one, two = compiled(model, mesh), compiled(other, mesh)
-    loss = one(rows()) + two(rows()) * 2
-    loss.backward()
-    return [gradients(model), gradients(other)]
-
-
-@pytest.mark.slow
-def test_a_deep_copy_is_a_model_of_its_own() -> None:
-    model = mlp()
-    model(rows()).backward()
-    want = gradients(model)
-    near(alike(copied, "dp=2"), [want, {n: 2 * g for n, g in want.items()}])

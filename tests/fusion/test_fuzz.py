@@ -1,6 +1,5 @@
 """Random schedules of random programs, as planned, change no number; nor does what is
-chosen. Programs written by hand, and all verbs, are in test_fuzz_by_hand; that wrong
-numbers are noticed, test_would_be_wrong shows."""
+chosen. Programs written by hand, and all verbs, are in test_fuzz_by_hand."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a schedule must not do: each legality condition has a case that is refused. That
-what it would do is wrong, test_would_be_wrong shows of those that numbers tell."""
+"""What a schedule must not do: each legality condition has a case that is refused."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from fxpar.fusion import apply_schedule, schedule_attempts
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.verbs import reorder
+from fxpar.sharding.op_facts import is_drawn_from_generator
 from fxpar.sharding.spec import Spec
-from tests.helpers.toys import Toy, all_gather, all_reduce
+from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter
 
 c10d = torch.ops._c10d_functional
 
@@ -563,3 +564,169 @@ def test_a_mean_of_whole_numbers_is_one() -> None:
     parts = [[torch.full((8, 4), value, dtype=torch.int32)] for value in (1, 2, -9, 0)]
     for out in toy.run(toy.after("split(all_reduce)", lowered=True), parts):
         assert out.dtype == torch.int32 and out.eq(0).all()
+
+
+ROWS = "[tp, _]", (8, 4)
+SQUARE = "[tp, _]", (8, 8)
+PRODUCT = ("[_, tp]", (8, 8)), ("[tp, _]", (8, 8))
+SCATTER = "reduce_scatter_tensor"
+ALONG_1 = "split(all_reduce, dim=1) -> rs, ag\n"
+FUSED = f"overlap({GATHER}, mm, fused=1)"
+RING = f"overlap({GATHER}, all_reduce, ring=1)"
+
+
+def _draws(x: Any, r: Any) -> Any:
+    """What is drawn first is doubled after the second draw."""
+    first, second = dropped(x), dropped(r)
+    return first * 2, second
+
+
+# Name -> program, schedule, part of the refusal.
+REFUSED: dict[str, tuple[Callable[[], Toy], str, str]] = {
+    "a product of what is gathered, transposed": (
+        lambda: Toy(lambda x, w: all_gather(x).T @ w, SQUARE, ("[_, _]", (8, 4))),
+        FUSED,
+        "is no product of the rows",
+    ),
+    "a product scattered transposed": (
+        lambda: Toy(lambda x, w: reduce_scatter((x @ w).T), *PRODUCT),
+        f"overlap(mm, {SCATTER}, fused=1)",
+        "does not reduce the rows of a product",
+    ),
+    "a ring around a reduction along it": (
+        lambda: Toy(
+            lambda x, w: all_reduce(all_gather(x) @ w),
+            ROWS,
+            ("[_, _] partial(sum: tp)", (4, 4)),
+        ),
+        RING,
+        "communicates along the same axes",
+    ),
+    "a ring behind a reduction along it": (
+        lambda: Toy(lambda x, w: reduce_scatter(all_reduce(x) * w), SUMMANDS, SUMMANDS),
+        f"overlap([all_reduce, mul], {SCATTER}, ring=1)",
+        "communicates along the same axes",
+    ),
+    "a ring along two axes around a reduction along one": (
+        lambda: Toy(
+            lambda x, w: all_reduce(all_gather(x, 4, "dp+tp") @ w),
+            ("[dp+tp, _]", (8, 4)),
+            ("[_, _] partial(sum: tp)", (4, 4)),
+            mesh="dp=2,tp=2",
+        ),
+        RING,
+        "communicates along the same axes",
+    ),
+    "slices that a region makes": (
+        lambda: Toy(lambda w: (w * 2) + 1, ("[_, _]", (16, 4))),
+        "cut(w_1, axes=tp, dim=0) -> part, ag\nreorder([mul], ag)\n"
+        "fuse([part, mul])\ncut(getitem, axes=tp, dim=1)",
+        "differs between ranks",
+    ),
+    "what is left of a fused product": (
+        lambda: Toy(
+            lambda x, w: reduce_scatter(x @ w) * 2,
+            ("[_, _]", (16, 8)),
+            ("[_, _]", (8, 4)),
+        ),
+        f"overlap(mm, {SCATTER}, fused=1) -> o\ncut(o, axes=tp, dim=1)",
+        "differs between ranks",
+    ),
+    "a region that draws later": (
+        lambda: Toy(_draws, WHOLE, WHOLE),
+        "fuse([native_dropout, getitem, mul])",
+        "random numbers in another order",
+    ),
+    "a sum that is rounded before": (
+        lambda: Toy(lambda x: all_reduce(x).to(torch.bfloat16), SUMMANDS),
+        "reorder([_to_copy], all_reduce)",
+        "would round what is reduced",
+    ),
+    "a bias of what is summed over": (
+        lambda: Toy(
+            lambda x, w, b: torch.conv1d(all_reduce(x), w, b),
+            ("[_, _, _] partial(sum: tp)", (8, 4, 3)),
+            ("[_, _, _]", (4, 4, 1)),
+            ("[_]", (4,)),
+        ),
+        ALONG_1 + "reorder([convolution], ag)",
+        "once on each rank",
+    ),
+    "a reduction along the axes of the gather": (
+        lambda: Toy(lambda x: all_reduce(all_gather(x) * 2), ROWS),
+        f"reorder([mul, all_reduce], {GATHER})",
+        "communicates along the same axes",
+    ),
+    "a scatter of the dim that is sliced": (
+        lambda: Toy(
+            lambda x: reduce_scatter(all_gather(x, 2) * 2, 2, "dp"),
+            ("[tp, _] partial(sum: dp)", (8, 4)),
+            mesh="dp=2,tp=2",
+        ),
+        f"reorder([mul, {SCATTER}], {GATHER})",
+        "moves the dim that is sliced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_program_is_refused(name: str) -> None:
+    toy, schedule, reason = REFUSED[name]
+    refused(toy(), schedule, reason)
+
+
+def _delayed(x: Any, y: Any, r: Any) -> Any:
+    """A bucket of both gathers stands behind the second draw."""
+    first, second = dropped(all_gather(x)), dropped(r)
+    return first, second, all_gather(y)
+
+
+def test_a_bucket_keeps_the_order_of_draws() -> None:
+    Toy(_delayed, ROWS, ROWS, WHOLE).check(f"bucket([{GATHER}, {GATHER}_1])")
+
+
+def test_draws_that_wait_for_each_other() -> None:
+    def program(x: Any, y: Any, r: Any) -> Any:
+        first, second = dropped(all_gather(x)), dropped(r)
+        return first, all_gather(y + second)
+
+    toy = Toy(program, ROWS, ROWS, ("[_, _]", (2, 4)))
+    with pytest.raises(ScheduleError, match="would wait for itself"):
+        toy.after(f"bucket([{GATHER}, {GATHER}_1])")
+
+
+def test_what_is_drawn_for_nobody_is_still_drawn() -> None:
+    def program(x: Any, r: Any) -> Any:
+        all_gather(torch.rand_like(x))
+        return dropped(r)
+
+    Toy(program, ROWS, WHOLE).check(f"drop({GATHER})")
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    def program(dropout: float) -> Any:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        shape = ("[_, _, _, _]", (1, 1, 4, 4))
+        toy = Toy(lambda q: op(q, q, q, dropout)[0], shape)
+        assert toy.before.find_nodes(op="call_function", target=op)
+        return [node for node in toy.before.nodes if is_drawn_from_generator(node)]
+
+    assert not program(0.0)
+    assert len(program(0.5)) == 1
+
+
+def test_groups_have_their_members_in_mesh_order() -> None:
+    """Whatever the order of the axes that a user writes."""
+
+    def program(x: Any) -> Any:
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 4, "mine")) * 1
+
+    how: Any = {"mesh": "dp=2,tp=2"}
+    want = Toy(lambda x: all_gather(x, 4, "dp+tp") * 1, ("[dp+tp, _]", (8, 4)), **how)
+    toy = Toy(program, ("[dp+tp, _]", (8, 4)), **how)
+    for axes in (("dp", "tp"), ("tp", "dp")):
+        after = toy.after("", groups={"mine": axes}, lowered=True)
+        got = toy.run(after, toy.parts())
+        assert all(map(torch.equal, got, want.run(want.before, want.parts())))
+    with pytest.raises(ScheduleError, match="twice along one axis"):
+        toy.after("", groups={"mine": ("tp", "tp")})

@@ -77,16 +77,6 @@ def loss_in_the_graph(use: Side) -> None:
 
 
 @loop()
-def sum_loss(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.net(x).square().sum(), net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model, update=lambda optimizer: None):
-        loss = run(use.rows(use.own(5, 3, 1, 4), 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def losses_in_a_dict(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> dict[str, Any]:
         y = m.net(x)
@@ -141,31 +131,6 @@ def tokens_counted_outside(use: Side) -> None:
         dist.all_reduce(count)
         scale = world / count
         use.note(loss=loss, count=count)
-
-
-@loop()
-def norm_of_logits(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.net(x), net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        logits = run(use.rows(4, 6))
-        loss = logits.norm() + logits.logsumexp(0).prod().tanh()
-        loss.backward()
-        use.note(loss=loss, logits=logits, norm=logits.norm(dim=0))
-
-
-@loop()
-def norm_in_the_graph(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = m.net(x)
-        return y.norm(), y.std(0), y.amax(), y.square().mean().sqrt().log()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        results = run(use.rows(4, 6))
-        (results[0] * results[1].sum() + results[2] - results[3]).backward()
-        use.note(results=results)
 
 
 @loop(eager="unequal: the functional form's gradient is all-reduced again")
@@ -267,11 +232,6 @@ def halves_by_view(use: Side) -> None:
 
 
 @loop()
-def halves_by_slices(use: Side) -> None:
-    pairs(use, lambda x: (x[: len(x) // 2], x[len(x) // 2 :]))
-
-
-@loop()
 def pairs_by_steps(use: Side) -> None:
     pairs(use, lambda x: (x[::2], x[1::2]))
 
@@ -283,40 +243,6 @@ def halves_outside(use: Side) -> None:
     for _ in use.steps(model):
         chosen, rejected = run(use.rows(4, 6)).chunk(2)
         loss = -F.logsigmoid(chosen - rejected).mean()
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def mixed_rows(use: Side) -> None:
-    """Rows turned, flipped, picked and mixed with others of the rank's own."""
-
-    def forward(m: Any, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        mixed = 0.7 * x + 0.3 * x[order]
-        y = m.net(mixed)
-        return (y - y.roll(1, 0)).square().mean() + (y * y.flip(0)).cumsum(0).mean()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        rows = use.own(5, 3, 1, 4)
-        order = torch.randperm(rows, generator=use.generator)
-        loss = run(use.rows(rows, 6), order)
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def indices_into_own_rows(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
-        y = m.net(x)
-        return (y.index_select(0, a) - y[b]).square().sum(-1).mean()
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        rows, edges = use.own(5, 3, 2, 4), use.own(7, 4, 9, 1)
-        loss = run(use.rows(rows, 6), use.ints(rows, edges), use.ints(rows, edges))
         loss.backward()
         use.note(loss=loss)
 
@@ -370,32 +296,6 @@ def rows_in_an_attribute(use: Side) -> None:
 
 
 @loop()
-def unbiased_by_hand(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y, n = m.net(x), len(x)
-        torch._dynamo.graph_break()
-        return (y - y.mean(0)).square().mean() * n / (n - 1)
-
-    by_rows(use, forward, least=2)
-
-
-@loop()
-def chunks_in_a_loop(use: Side) -> None:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
-        for i in range(0, x.shape[0], 64):
-            total = total + m.net(x[i : i + 64]).square().sum()
-        return total / x.shape[0]
-
-    model = use.model(Forward(forward, net=mlp()))
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        loss = run(use.rows(use.own(130, 100, 64, 65), 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def counts_across_a_break(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(m.net(x), y, reduction="none", ignore_index=0)
@@ -406,17 +306,6 @@ def counts_across_a_break(use: Side) -> None:
     run = use.wrap(model)
     for _ in use.steps(model):
         loss = run(use.rows(6, 6), use.ints(3, 6))
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
-def ragged_last_batch(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for step in use.steps(model):
-        rows = 4 if step < 2 else use.own(3, 1, 2, 4)
-        loss = F.mse_loss(run(use.rows(rows, 6)), use.rows(rows, 3))
         loss.backward()
         use.note(loss=loss)
 
@@ -555,17 +444,6 @@ def blocks_compiled_one_by_one(use: Side) -> None:
         use.note(loss=loss)
 
 
-@loop()
-def part_of_the_model_in_no_graph(use: Side) -> None:
-    model = use.model(Forward(lambda m, x: m.b(m.a(x)), a=mlp(6, 6), b=mlp()))
-    model.b.forward = torch.compiler.disable(model.b.forward)
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        loss = run(use.rows(use.own(5, 3, 1, 4), 6)).square().mean()
-        loss.backward()
-        use.note(loss=loss)
-
-
 @loop(whole=OWN, alone="nothing is averaged under DDP")
 def gradients_without_backward(use: Side) -> None:
     """``autograd.grad`` gives each rank its own."""
@@ -627,29 +505,6 @@ def inputs_that_need_gradients(use: Side) -> None:
 
 
 @loop()
-def two_backwards_added_up(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        for rows in (4, 4):
-            loss = run(use.rows(rows, 6)).square().mean() / 2
-            loss.backward()
-            use.gradients(model)
-            use.note(loss=loss)
-
-
-@loop()
-def two_forwards_one_backward(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        a, b = run(use.rows(4, 6)), run(use.rows(use.own(5, 3, 1, 4), 6))
-        loss = a.square().mean() + b.abs().sum() * 0.1
-        loss.backward()
-        use.note(loss=loss)
-
-
-@loop()
 def parameter_in_two_graphs(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.net(x)
@@ -676,10 +531,11 @@ def weight_used_outside_too(use: Side) -> None:
         use.note(loss=loss)
 
 
-def checkpointed(use: Side, reentrant: bool) -> None:
+@loop()
+def checkpoint_reentrant(use: Side) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.first(x)
-        return m.last(checkpoint(m.mid, y, use_reentrant=reentrant)).square().mean()
+        return m.last(checkpoint(m.mid, y, use_reentrant=True)).square().mean()
 
     model = Forward(forward, first=nn.Linear(6, 6), mid=mlp(6, 6), last=mlp())
     model = use.model(model)
@@ -688,16 +544,6 @@ def checkpointed(use: Side, reentrant: bool) -> None:
         loss = run(use.rows(4, 6))
         loss.backward()
         use.note(loss=loss)
-
-
-@loop()
-def checkpoint_not_reentrant(use: Side) -> None:
-    checkpointed(use, False)
-
-
-@loop()
-def checkpoint_reentrant(use: Side) -> None:
-    checkpointed(use, True)
 
 
 @loop()
@@ -871,19 +717,6 @@ def running_mean(
         use.note(loss=loss, mean=model.mean)
 
 
-@loop(eager="its backward reads the count after the write (torch 2.13)")
-def running_mean_copied(use: Side) -> None:
-    running_mean(use, torch.long, lambda m, x: m.mean.copy_(0.9 * m.mean + 0.1 * x))
-
-
-@loop(eager="a write to a float64 number is lost (torch 2.13)")
-def running_mean_assigned(use: Side) -> None:
-    def write(m: Any, x: torch.Tensor) -> None:
-        m.mean = 0.9 * m.mean + 0.1 * x
-
-    running_mean(use, torch.float64, write)
-
-
 @loop()
 def queue_of_features(use: Side) -> None:
     """As MoCo: rows of the rank's own enter a queue in a buffer."""
@@ -933,21 +766,6 @@ def weight_penalty_outside(use: Side) -> None:
 
 
 @loop()
-def clipped(use: Side) -> None:
-    model = use.model(mlp())
-    run = use.wrap(model)
-    norms: list[torch.Tensor] = []
-
-    def clip() -> None:
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-
-    for _ in use.steps(model, before=clip):
-        loss = run(use.rows(4, 6)).square().mean()
-        loss.backward()
-        use.note(loss=loss, norms=norms)
-
-
-@loop()
 def scaled_gradients(use: Side) -> None:
     """GradScaler; the second step overflows on one rank, and no rank updates."""
     model = use.model(mlp())
@@ -964,29 +782,6 @@ def scaled_gradients(use: Side) -> None:
             loss = loss * 1e308
         scaler.scale(loss).backward()
         use.note(loss=loss, scale=scaler.get_scale())
-
-
-@loop()
-def adversaries(use: Side) -> None:
-    """Two compiled models, each with its own backward."""
-    a, b = use.model(mlp(4, 6)), use.model(mlp(6, 1))
-    make, judge = use.wrap(a), use.wrap(b)
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (a, b))
-    for _ in range(3):
-        fake = make(use.rows(4, 4))
-        real = judge(use.rows(4, 6))
-        loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
-        loss.backward()
-        use.gradients(b)
-        second.step()
-        second.zero_grad()
-        other = F.softplus(-judge(fake)).mean()
-        other.backward()
-        use.gradients(a, b)
-        first.step()
-        first.zero_grad()
-        second.zero_grad()
-        use.note(loss=loss, other=other)
 
 
 @loop()
@@ -1124,29 +919,6 @@ def convolutions(use: Side) -> None:
         loss = F.cross_entropy(run(use.rows(rows, 3, 8, 8)), use.ints(3, rows))
         loss.backward()
         use.note(loss=loss)
-
-
-@loop()
-def attention(use: Side) -> None:
-    def forward(m: Any, ids: torch.Tensor) -> torch.Tensor:
-        x = m.words(ids)
-        q, k, v = m.rows(m.norm(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return m.head(x + m.out(y.transpose(1, 2).flatten(2)))
-
-    words, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-    head.weight = words.weight
-    layers = {"norm": nn.LayerNorm(8), "rows": nn.Linear(8, 24)}
-    out = nn.Linear(8, 8)
-    model = Forward(forward, words=words, head=head, out=out, **layers)
-    model = use.model(model)
-    run = use.wrap(model)
-    for _ in use.steps(model):
-        ids = use.ints(11, use.own(3, 2, 4, 1), use.own(6, 9))
-        logits = run(ids)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        use.note(loss=loss, logits=logits)
 
 
 @loop()

@@ -1,4 +1,5 @@
-"""Rows of a table in which every two values that can stand together do."""
+"""Few rows of a table: those in which every two values that can stand together do, or
+every value does."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import itertools
 import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+import pytest
 
 Row = tuple[Any, ...]
 
@@ -34,3 +37,21 @@ def covering(
             taken.append(best)
             missing -= pairs_of(best)
     return taken
+
+
+def diagonal(*columns: Sequence[Any], turns: int = 1) -> list[Any]:
+    """All rows of a product of columns, for ``parametrize``; all are slow but as many
+    ``turns`` of a diagonal, which has every value."""
+    longest = max(map(len, columns))
+    quick = {
+        tuple((i + k * (i // longest)) % len(each) for k, each in enumerate(columns))
+        for i in range(longest * turns)
+    }
+    places = itertools.product(*(range(len(each)) for each in columns))
+    return [
+        pytest.param(
+            *(each[i] for each, i in zip(columns, row, strict=True)),
+            marks=() if row in quick else pytest.mark.slow,
+        )
+        for row in places
+    ]

@@ -109,14 +109,22 @@ def _forked(command: list[str], output: Any, env: dict[str, str]) -> Process:
 def _run_main(command: list[str]) -> None:
     """Run a file, or code, as if this process had begun with it."""
     sys.argv = command
+    failed = False
     try:
         if command[0].endswith(".py"):
             sys.path.insert(0, str(Path(command[0]).parent))
             runpy.run_path(command[0], run_name="__main__")
         else:
             exec(compile(command[0], "<string>", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        failed, trace = True, error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals["__name__"] != "__main__":
+            trace = trace.tb_next
+        sys.last_value = error  # as Python itself does
+        sys.excepthook(type(error), error, trace)
     finally:
         atexit._run_exitfuncs()
+    sys.exit(int(failed))
 
 
 def _wait(processes: Sequence[Process], timeout: float) -> list[int]:

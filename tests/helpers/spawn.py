@@ -259,6 +259,9 @@ class _Worker:
         finally:
             if "torch._dynamo" in sys.modules:
                 self.torch._dynamo.reset()
+            # A thousand plans are a million objects, which Python looks through.
+            if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
+                graphs._PLANS.clear()
 
     def _join(self, world: int, life: int) -> None:
         if self.life == life:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.sharding.ops import order
+from tests.helpers.pairs import diagonal
 
 aten = torch.ops.aten
 Program = Callable[[torch.Tensor], torch.Tensor]
@@ -62,9 +62,9 @@ CHOICES: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("rows", [7, 16, 37])
-@pytest.mark.parametrize("mesh", ["tp=4", "tp=2,dp=2"])
+@pytest.mark.parametrize(
+    ("name", "rows", "mesh"), diagonal([*CHOICES], [7, 16, 37], ["tp=4", "tp=2,dp=2"])
+)
 def test_rows_chosen_before_a_shard_are_sent_as_one(
     name: str, rows: int, mesh: str
 ) -> None:
@@ -115,29 +115,3 @@ def test_what_adds_elsewhere_is_left_alone() -> None:
     assert not backs_of(lambda x: added(x.new_zeros(4, 4), 1, x.cummax(0)[1]), x)
     assert not backs_of(lambda x: added(x.new_ones(4, 4), 0, x.cummax(0)[1]), x)
     assert not backs_of(lambda x: added(x.new_zeros(4, 4), 0, x.sort(0)[1]), x)
-
-
-def test_rows_chosen_before_a_shard_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = order._chosen_before
-
-    def wrong(call: Any, grad: Any, places: Any, start: Any, d: int) -> Any:
-        return real(call, grad, places, 0, d)
-
-    monkeypatch.setattr(order, "_chosen_before", wrong)
-    with pytest.raises(AssertionError):
-        planned(CHOICES["cummax"], 16)
-
-
-def test_totals_of_the_shards_before_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = order._joined
-
-    def wrong(*args: Any) -> Any:
-        return real(*args[:-1], aten.lt.Scalar)
-
-    monkeypatch.setattr(order, "_joined", wrong)
-    with pytest.raises(AssertionError):
-        planned(SCANS["cumsum"], 16)

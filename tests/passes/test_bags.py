@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.sharding.ops import embedding, local_call
 from tests.helpers.spawn import ranks_of
 
 ROWS, COLUMNS, BAGS, LENGTH = 16, 4, 8, 5
@@ -124,45 +123,6 @@ def test_bags_of_unlike_length_are_whole() -> None:
     specs = [None, ("tp",)]
     kinds = [k for k, _ in sent(longer_last, *operands(BAGS * LENGTH), in_specs=specs)]
     assert kinds == ["all_gather", "all_reduce"]
-
-
-# What is broken, and how a table lies that must notice.
-
-
-def counted_from_the_first_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(embedding, "_first_bag", lambda *_: 0)
-
-
-def rows_of_others_read(patch: pytest.MonkeyPatch) -> None:
-    part_of = embedding.part_of
-
-    def wrong(call: Any, dim: int, index: Any, **how: Any) -> Any:
-        part = part_of(call, dim, index, **how)
-        everywhere = torch.ops.aten.ones_like.default
-        return part and local_call.Part(
-            call,
-            part.dim,
-            part.n,
-            part.fold(),
-            call.build.call(everywhere, part.inside),
-            part.empty,
-        )
-
-    patch.setattr(embedding, "part_of", wrong)
-
-
-@pytest.mark.parametrize(
-    ("broken", "how"),
-    [(counted_from_the_first_of_all, "bags"), (rows_of_others_read, "table")],
-)
-def test_what_is_wrong_is_noticed(
-    broken: Callable[[pytest.MonkeyPatch], None],
-    how: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        sent(bags("mean"), *operands(BAGS, LENGTH), in_specs=LIE[how][0])
 
 
 def test_lengths_that_are_taken_for_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,18 +463,6 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.slow
-def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned(attention)
-    monkeypatch.setattr(
-        "fxpar.features.sequences.local_flex._with_global_index",
-        lambda call, node, places: node,
-    )
-    wrong = planned(attention)
-    want = plan.reference(*inputs())
-    assert not torch.allclose(wrong.simulate(*inputs()), want)
-
-
 def test_a_result_that_is_a_slice_on_a_rank() -> None:
     """The backward puts rows into a split dim with a spare one, which it cuts off."""
 

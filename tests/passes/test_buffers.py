@@ -23,6 +23,7 @@ from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.passes.order.order_collectives import Settings, schedule
 from fxpar.passes.order.sink_waits import WAIT, sink_waits
 from tests.helpers.overlaps import CHUNKS, RINGS, bound
+from tests.helpers.pairs import diagonal
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 
 c10d = torch.ops._c10d_functional
@@ -79,8 +80,9 @@ def busy(launch: Any, operand: Any, group: str) -> Callable[..., Any]:
     return fn
 
 
-@pytest.mark.parametrize("kind", LAUNCHES)
-@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(
+    ("kind", "operand"), diagonal([*LAUNCHES], [*OPERANDS], turns=2)
+)
 def test_each_collective(kind: str, operand: str, group: str, monkeypatch: Any) -> None:
     if kind == "isend" and _torch.distributed._KEPT:
         pytest.skip("torch has no functional sends: ours send a copy")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.sharding.ops import slicing
 
 
 def last(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -95,35 +94,6 @@ def test_truths_are_not_summed() -> None:
     x = torch.linspace(-1, 1, 32).reshape(8, 4)
     plan = fxpar.plan(found, x, mesh="sp=4", mode="propagate", in_specs=[("sp", None)])
     assert torch.equal(plan.simulate(x), found(x))
-
-
-# Each with what is broken, and a program that must notice.
-
-
-def every_rank_gives_its_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(slicing.LocalCall, "where", lambda self, c, x, other: x)
-
-
-def put_at_the_start(patch: pytest.MonkeyPatch) -> None:
-    put = slicing._put
-
-    def wrong(call, x, source, dim, positions):
-        return put(call, x, source, dim, range(len(positions)))
-
-    patch.setattr(slicing, "_put", wrong)
-
-
-@pytest.mark.parametrize(
-    ("broken", "program"),
-    [(every_rank_gives_its_rows, last), (put_at_the_start, written)],
-    ids=lambda x: x.__name__,
-)
-def test_what_is_wrong_is_noticed(
-    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(program, 32, "sp=4")
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

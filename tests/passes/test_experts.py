@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,15 +18,11 @@ import fxpar
 from fxpar.errors import FxparWarning, OptionError, RoomError, ScheduleError
 from fxpar.features.experts import (
     expert_ops,
-    local_experts,
-    sorted_rows,
 )
-from fxpar.features.stages import rows_of_parts
 from fxpar.fusion import node_legality
 from fxpar.graph.builder import PART
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.planning import TracedPlan
-from fxpar.sharding.op_facts import op_facts_of
 from tests.helpers.models import MIXTURES, build_double, double
 
 pytest.importorskip("transformers.integrations.moe")
@@ -555,23 +550,6 @@ def test_any_exact_numbers(case: str, mesh: str) -> None:
     compare(exchanged(mixture, args, mesh, **EXACT), args, torch.nn.functional.silu)
 
 
-def test_rows_in_another_order_than_they_came_in_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If what sorts rows by expert were left out on their way back."""
-    args, in_order = arguments(), sorted_rows._Exchange.in_order
-    calls = []
-
-    def once(self: Any, place: fx.Node) -> fx.Node:
-        calls.append(place)
-        return in_order(self, place) if len(calls) == 1 else self.places[3]
-
-    monkeypatch.setattr(sorted_rows._Exchange, "in_order", once)
-    plan = exchanged(mixture, args, "ep=2", **EXACT)
-    with pytest.raises(AssertionError, match="not close"):
-        compare(plan, args, torch.nn.functional.silu)
-
-
 def test_weights_of_rows_stay_with_their_tokens() -> None:
     """What is made for no product is made where the token is: rows come back first."""
     plan = exchanged(mixture, arguments(), "ep=2", expert_exchange="all_to_all")
@@ -696,40 +674,6 @@ def test_a_hint_may_name_the_axis() -> None:
     assert all(c.bytes <= TOKENS * WIDTH * 8 for c in plan.collectives)
 
 
-def test_experts_counted_from_the_first_of_all_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a rank that takes the first experts' rows for its own."""
-    args, own_ids = arguments(), local_experts._own_ids
-
-    def unshifted(call: Any, *rest: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(type(call.build), "own_start", lambda *_: 0)
-            return own_ids(call, *rest)
-
-    monkeypatch.setattr(local_experts, "_own_ids", unshifted)
-    with pytest.raises(AssertionError, match="not close"):
-        compare(planned(mixture, args, "ep=2"), args, torch.nn.functional.silu)
-
-
-@pytest.mark.slow
-def test_copies_of_other_groups_that_are_read_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from fxpar.features.experts.normalize_experts import GroupCopies
-
-    def every(self: Any) -> fx.Node:
-        like = self.key.meta["val"]
-        shape = [self.groups, *like.shape]
-        return self.build.call(torch.ops.aten.full.default, shape, True)
-
-    args = arguments()
-    compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
-    monkeypatch.setattr(GroupCopies, "is_own", every)
-    with pytest.raises(AssertionError, match="not close"):
-        compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
-
-
 def in_parts(mesh: str) -> TracedPlan:
     """A mixture whose batch is cut in two; its numbers are right."""
     args = arguments()
@@ -806,19 +750,6 @@ def test_microbatches_wait_where_rows_know_their_numbers() -> None:
 def test_microbatches_wait_where_all_ranks_keep_the_rows() -> None:
     plan = in_parts("ep=2")
     assert "wait for one another" in str(plan.notes)
-
-
-def test_rows_in_the_order_of_parts_are_noticed_where_they_have_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If what counts rows were taken for something that does not."""
-    iota = torch.ops.prims.iota.default
-    facts = {iota: replace(op_facts_of(iota), constant="filled")}
-    monkeypatch.setattr(
-        rows_of_parts, "op_facts_of", lambda op: facts.get(op, op_facts_of(op))
-    )
-    with pytest.raises(AssertionError, match="not close"):
-        loss_in_parts(numbered, "ep=2", expert_exchange="gather")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
 from tests.helpers.manual_axes import check_places, planned
+from tests.helpers.pairs import diagonal
 from tests.helpers.routed import Routed, batch_of, gathered_over_experts
 
 pytest.importorskip("transformers.integrations.moe")
@@ -17,13 +18,15 @@ pytest.importorskip("transformers.integrations.moe")
 ROWS = 6
 
 
+MESHES = ["ep=2", "dp=1,ep=2", "dp=2,ep=2", "ep=2,dp=3", "dp=2,ep=2,tp=2", "ep=4"]
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param("propagate", marks=pytest.mark.slow), "search"]
 )
 @pytest.mark.parametrize(
-    "text", ["ep=2", "dp=1,ep=2", "dp=2,ep=2", "ep=2,dp=3", "dp=2,ep=2,tp=2", "ep=4"]
+    ("text", "exchange"), diagonal(MESHES, ["gather", "all_to_all", "auto"])
 )
-@pytest.mark.parametrize("exchange", ["auto", "all_to_all", "gather"])
 def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
     text: str, mode: str, exchange: str
 ) -> None:

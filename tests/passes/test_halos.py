@@ -4,7 +4,6 @@ and no more sent than the rows around a shard."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.errors import PlanError
 from fxpar.sharding import shift_messages
-from fxpar.sharding.ops import convolution
 
 ROW = 8  # bytes of an element
 
@@ -218,34 +215,6 @@ def test_inside_a_branch_nothing_is_sent() -> None:
     plan = planned(fn, x, mesh="h=2", x=(None, None, "h", None))
     assert not permuted(plan)
     matches(plan, x)
-
-
-@pytest.mark.parametrize("end", ["padding", "behind"])
-def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
-    real = convolution.spatial_dims
-
-    def short(*args: Any) -> convolution.SpatialDims:
-        found = real(*args)
-        first = end == "padding"
-        read = [
-            replace(window, halo=(a - first, b - (not first)))
-            for window in found.read
-            for a, b in [window.halo]
-        ]
-        return found._replace(read=read)
-
-    monkeypatch.setattr("fxpar.sharding.ops.convolution.spatial_dims", short)
-    x, weight = draw(1, 1, 8), draw(1, 1, 3)
-    lie = (None, None, "h")
-
-    def run() -> None:
-        plan = planned(
-            lambda x, w: F.conv1d(x, w, padding=1), x, weight, mesh="h=2", x=lie
-        )
-        matches(plan, x, weight)
-
-    with pytest.raises((PlanError, AssertionError)):
-        run()
 
 
 def test_rows_of_the_other_end_are_no_padding(monkeypatch: Any) -> None:

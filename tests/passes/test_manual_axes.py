@@ -13,6 +13,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
 from tests.helpers.manual_axes import check_places, planned
+from tests.helpers.pairs import diagonal
 
 
 class Layers(nn.Module):
@@ -25,11 +26,11 @@ class Layers(nn.Module):
         return (halves[0] - halves[1]).square().mean()
 
 
+MESHES = ["dp=2", "dp=3", "dp=2,tp=2", "tp=2,dp=2", "dp=2,ep=2"]
+
+
 @pytest.mark.parametrize("rows", [8, 7], ids=["even", "chunks"])
-@pytest.mark.parametrize("mode", ["propagate", "search"])
-@pytest.mark.parametrize(
-    "text", ["dp=2", "dp=3", "dp=2,tp=2", "tp=2,dp=2", "dp=2,ep=2"]
-)
+@pytest.mark.parametrize(("text", "mode"), diagonal(MESHES, ["propagate", "search"]))
 def test_each_place_has_its_own_loss_and_the_mean_of_gradients(
     text: str, mode: str, rows: int
 ) -> None:
@@ -56,8 +57,9 @@ class Hinted(Layers):
         return self.down(hidden).square().mean()
 
 
-@pytest.mark.parametrize("mode", ["propagate", "search"])
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    ("text", "mode"), diagonal(["dp=2", "dp=2,tp=2"], ["propagate", "search"])
+)
 def test_hints_that_name_the_batch_axis_split_nothing_of_a_place(
     text: str, mode: str
 ) -> None:

@@ -165,22 +165,6 @@ def test_parted_and_joined_is_as_it_was(sketch: Sketch) -> None:
     assert all(a is b for a, b in zip(call.meta["val"], value, strict=True))
 
 
-def test_a_wrong_half_is_noticed(sketch: Sketch, monkeypatch: Any) -> None:
-    """The weight's gradient is made of the wrong operands."""
-    real = delay_work.part
-
-    def wrong(call: fx.Node) -> fx.Node:
-        half = real(call)
-        half.args = (half.args[1], half.args[0], *half.args[2:])
-        return half
-
-    monkeypatch.setattr(delay_work, "part", wrong)
-    dx, dw = gradients(sketch)
-    sketch.output(dw, dx, waited(sketch, begun(sketch, rows(sketch, dx, 0))))
-    with pytest.raises(AssertionError):
-        delayed(sketch)
-
-
 # Convolutions split along space
 
 

@@ -5,7 +5,6 @@ one device, and what is sent is the rows that a rank's windows reach beyond its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.errors import PlanError
-from fxpar.passes import moved_rows
 from fxpar.passes.local import local_ops
-from fxpar.sharding import near_rows, row_moves
+from fxpar.sharding import near_rows
 from fxpar.sharding.factors import Reach
-from fxpar.sharding.ops import convolution, indexing, pools, resampling
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import ranks_of
 
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,9 +160,12 @@ def test_patches_are_rows_of_windows(name: str, mesh: str) -> None:
     check(plan, args)
 
 
-@pytest.mark.parametrize("mesh", ["h=3", "h=2[1,3]", "h=2,w=2"])
 @pytest.mark.parametrize(
-    "name", ["no padding", "maximum", "bilinear", "smoothed", "turned round"]
+    ("name", "mesh"),
+    diagonal(
+        ["no padding", "maximum", "bilinear", "smoothed", "turned round"],
+        ["h=3", "h=2[1,3]", "h=2,w=2"],
+    ),
 )
 def test_shards_that_are_not_alike(name: str, mesh: str) -> None:
     """17 rows, in chunks or by shares; columns split as well."""
@@ -281,18 +281,6 @@ def test_parts_of_a_dim(name: str, mesh: str) -> None:
     check(plan, args)
 
 
-def test_rows_behind_a_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = pools.LaidOut
-    monkeypatch.setattr(parts, "arranged", lambda self, x, fill: _unmasked(self, x))
-    with pytest.raises(AssertionError):
-        check(*planned(PARTS["maxima"]))
-
-
-def _unmasked(parts: Any, x: Any) -> Any:
-    index = [*[None] * parts.window.dim, parts.places]
-    return parts.call.build.call(torch.ops.aten.index.Tensor, x, index)
-
-
 def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The second has 14 rows, as four ranks do not share alike."""
     return F.conv2d(F.avg_pool2d(F.conv2d(x, w), 2, 1).relu(), w, padding=1)
@@ -318,80 +306,6 @@ def test_what_is_far_is_looked_up_by_all() -> None:
     assert near_rows.reach_of(torch.randperm(64).reshape(16, 4), 64) is None
     clamped = (torch.arange(32) - 1).clamp_min(0)
     assert near_rows.reach_of(clamped, 32) == Reach(1, first=-1, head=(0,), tail=(30,))
-
-
-# Each with what is broken, and an op that must notice.
-
-
-def a_window_one_row_short(patch: pytest.MonkeyPatch) -> None:
-    real = row_moves.read_by
-    patch.setattr(row_moves, "read_by", lambda *a: (real(*a)[0], real(*a)[1] - 1))
-
-
-def a_window_one_row_late(patch: pytest.MonkeyPatch) -> None:
-    real = convolution.SlidingWindow.reach.fget
-    late = property(lambda w: replace(real(w), first=real(w).first + 1))
-    patch.setattr(convolution.SlidingWindow, "reach", late)
-
-
-def rows_put_and_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moved_rows, "_added", lambda *args: args[3][0][1])
-
-
-def counts_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pools, "_can_count_by_place", lambda *_: False)
-
-
-def places_of_the_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(indexing, "_in_windows", lambda call, indices, _: indices)
-
-
-def a_mask_of_no_rows(patch: pytest.MonkeyPatch) -> None:
-    """Windows of a masked lookup without the rows that are read."""
-    real = near_rows._mask
-    patch.setattr(near_rows, "_mask", lambda *a: torch.zeros_like(real(*a)))
-
-
-def weights_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
-    """Weights of a window that begin with its second row."""
-    real = resampling.rows_read
-
-    def late(*args: Any) -> Any:
-        i, rows, places = real(*args)
-        return i, args[0].build.call(torch.ops.aten.add.Tensor, rows, 1), places
-
-    patch.setattr(resampling, "rows_read", late)
-
-
-@pytest.mark.parametrize(
-    ("broken", "name"),
-    [
-        (a_window_one_row_short, "smoothed"),
-        (weights_of_the_next_row, "smoothed bicubic"),
-        (a_window_one_row_short, "no padding"),
-        (a_window_one_row_late, "no padding"),
-        (rows_put_and_not_added, "no padding"),
-        (counts_of_a_shard, "average of what is there"),
-        (places_of_the_whole, "bilinear"),
-        (places_of_the_whole, "windows"),
-        (a_mask_of_no_rows, "turned round"),
-        (a_window_one_row_short, "windows"),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_what_is_wrong_is_noticed(
-    broken: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caches = (row_moves.runs, row_moves.window, row_moves.crossing)
-    for cached in caches:
-        cached.cache_clear()
-    broken(monkeypatch)
-    try:
-        with pytest.raises((AssertionError, RuntimeError, IndexError, PlanError)):
-            check(*planned(OPS[name][0]))
-    finally:
-        for cached in caches:
-            cached.cache_clear()
 
 
 def trained(mesh: str) -> Any:

@@ -20,6 +20,7 @@ from fxpar.features.uneven import uneven_steps
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
+from tests.helpers.pairs import diagonal
 from tests.helpers.spawn import ranks_of
 
 COLUMNS = 3
@@ -139,8 +140,7 @@ def test_many_parts(mesh: str) -> None:
         assert round(sent(plan, mesh)) <= by_hand(parts, 67, mesh) * COLUMNS * 8
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 9, 13])
+@pytest.mark.parametrize(("rows", "mesh"), diagonal([1, 2, 3, 5, 7, 9, 13], [*MESHES]))
 def test_any_size(rows: int, mesh: str) -> None:
     """Fewer rows than ranks, and shards without a row, among them."""
     for parts in (2, 3, 4):
@@ -264,17 +264,6 @@ def test_a_row_that_was_no_padding_is_missed(
         right(lambda a, b: fn(a * 2, b * 3).sin(), tensors(2, rows, COLUMNS), "tp=4")
 
 
-def test_rows_of_the_wrong_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uneven_steps._every
-    monkeypatch.setattr(
-        uneven_steps,
-        "_every",
-        lambda x, turns, first, *rest: real(x, turns, turns.parts - 1 - first, *rest),
-    )
-    with pytest.raises(AssertionError):
-        right(in_turn(), tensors(2, 13, COLUMNS), "tp=4")
-
-
 def scan(x: torch.Tensor, y: torch.Tensor) -> Any:
     """A linear recurrence, as torch's own form computes it."""
 
@@ -291,7 +280,9 @@ A_LEVEL = 10
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rows", [67, 201, pytest.param(1003, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows", [67, *(pytest.param(n, marks=pytest.mark.slow) for n in (201, 1003))]
+)
 def test_a_scan_sends_few_rows(rows: int, mesh: str) -> None:
     plan = right(scan, tensors(2, rows, COLUMNS), mesh)
     assert calls(plan) > 4

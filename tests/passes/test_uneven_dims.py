@@ -1,4 +1,4 @@
-"""Toy programs whose dims no axis divides; each way to get them wrong is noticed."""
+"""Toy programs whose dims no axis divides, and on meshes of unequal shares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.graph import collective_nodes
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.ops import LOCAL, reduction
 from tests.helpers.odd_sizes import check
 
 F = nn.functional
@@ -67,54 +65,6 @@ def test_a_pool_of_windows_of_one_row() -> None:
     torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
 
 
-# Each with what is broken, and a program that must notice.
-
-
-def no_local_mean(patch: pytest.MonkeyPatch) -> None:
-    patch.delitem(LOCAL, aten.mean.default)
-
-
-def zeros_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    real = reduction.filled
-    patch.setattr(reduction, "filled", lambda call, x, dims, _: real(call, x, dims, 0))
-
-
-def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduction, "filled", lambda call, x, *_: x)
-
-
-def no_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(collective_nodes.Cut, "is_even_in", lambda *_: True)
-
-
-def one_row_further(patch: pytest.MonkeyPatch) -> None:
-    def further(rows: int, count: int, i: int) -> tuple[int, int]:
-        start, size = chunk(rows, count, i)
-        return min(start + (0 < start < rows), rows), size
-
-    chunk = shard_sizes.chunk
-    patch.setattr(shard_sizes, "chunk", further)
-
-
-@pytest.mark.parametrize(
-    ("broken", "program"),
-    [
-        (no_local_mean, means),
-        (zeros_for_no_rows, largest),
-        (nothing_for_no_rows, largest),
-        (no_padding, mlp),
-        (one_row_further, mlp),
-    ],
-    ids=lambda x: x.__name__,
-)
-def test_what_is_wrong_is_noticed(
-    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(program, (6, 5, 7), "dp=4")
-
-
 @pytest.mark.parametrize(
     "program",
     [lambda x: x.mean(), lambda x: x.mean(0), lambda x: x.float().mean().half()],
@@ -125,3 +75,52 @@ def test_a_mean_in_float16_has_room(program: Any, rows: int, mesh: str) -> None:
     x = torch.full((rows, 6), 60000, dtype=torch.float16)
     plan = fxpar.plan(program, x, mesh=mesh, in_specs=[("tp", None)], mode="propagate")
     assert plan.simulate(x).eq(60000).all()
+
+
+# Unequal shares
+
+
+def order(x, w, b, v):
+    h = x @ w + b
+    places = h.detach().argmax(0) + h.detach().argmin(0)
+    scans = h.cumsum(0).sum() + h.cumsum(1).tanh().mean(0).sum()
+    return scans + (places * b).sum() + h.amax(0).sum() + v.abs().amax(1).sum()
+
+
+SHARED = (mlp, entropy, order)
+
+
+@pytest.mark.parametrize("program", SHARED, ids=lambda f: f.__name__)
+def test_odd_totals(program: Any) -> None:
+    check(program, (7, 5, 6), "dp=2[1,3],tp=2[5,1]")
+
+
+@pytest.mark.parametrize("program", (entropy, order), ids=lambda f: f.__name__)
+def test_a_rank_has_nothing(program: Any) -> None:
+    """Of 2 rows two ranks have one, and of 7 not all: 1, 4, 1, 1."""
+    plan = check(program, (2, 7, 37), "dp=4[1,5,1,2]")
+    assert 0 in [shard_sizes.shard(2, plan.mesh, ("dp",), rank)[1] for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", SHARED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", [(7, 5, 6), (2, 7, 37), (12, 8, 10)])
+@pytest.mark.parametrize(
+    "mesh", ["dp=2[2,1]", "dp=4[1,5,1,2]", "dp=2[1,3],tp=2", "dp=2[1,3],tp=2[5,1]"]
+)
+def test_more_shares(program: Any, sizes: tuple[int, ...], mesh: str) -> None:
+    check(program, sizes, mesh)
+
+
+def test_the_batch_is_viewed_with_its_rows() -> None:
+    """Shares that divide the batch divide what its rows are viewed as: nothing is
+    gathered but sums."""
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(x.reshape(-1, 8) @ w).reshape(x.shape)
+        return F.cross_entropy(h.flatten(0, 1), torch.arange(21) % 8)
+
+    args = torch.randn(7, 3, 8), torch.randn(8, 8, requires_grad=True)
+    plan = fxpar.plan(model, *args, mesh="dp=2{1.0,0.4}", mode="propagate", grad=True)
+    assert {found.kind for found in plan.collectives} == {"all_reduce"}
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))

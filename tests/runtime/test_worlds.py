@@ -207,7 +207,7 @@ def test_a_rank_fails_its_place_alone(way: str) -> None:
     results = shared_pool(4).run(one_fails, way)
     assert [bool(said) for said, _ in results] == [False, False, True, False]
     said, took = results[2]
-    assert "rank 3 failed" in said and "no memory" in said and took < 5.0
+    assert "rank 3 failed" in said and "no memory" in said and took < 20.0
 
 
 def unlike(what: str) -> str:

@@ -363,7 +363,7 @@ def cheapest(mesh: Mesh, source: Spec, shape: tuple[int, ...]) -> dict[Spec, flo
         ("x=2,y=2,z=2", 3, 4),
     ],
 )
-@pytest.mark.parametrize("size", [48, 48 * 4096])
+@pytest.mark.parametrize("size", [pytest.param(48, marks=pytest.mark.slow), 48 * 4096])
 def test_no_route_is_cheaper(
     mesh: str, ndim: int, sources: int | None, size: int
 ) -> None:

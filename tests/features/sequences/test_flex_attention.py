@@ -54,16 +54,6 @@ def split_along_queries(
     return plan, qkv
 
 
-@slow
-@pytest.mark.parametrize("function, places", [("SCORE", (1, 2)), ("MASK", (0, 1))])
-def test_queries_by_local_place_would_be_wrong(
-    function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_flex, function, places)
-    plan, qkv = split_along_queries(4, 2)
-    assert not torch.allclose(plan.simulate(*qkv), over_positions(*qkv, 4))
-
-
 SPLIT = [
     (4, 2, True),
     pytest.param(4, 4, True, marks=slow),

@@ -16,7 +16,6 @@ from torch.nn.attention.flex_attention import (
 
 import fxpar
 from fxpar.features.sequences import (
-    local_flex,
     merge_attention,
 )
 from fxpar.planning import TracedPlan
@@ -133,18 +132,6 @@ def test_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     matches(plan, args)
 
 
-@pytest.mark.parametrize(
-    "function, places", [("SCORE", (1, 2, 3)), ("MASK", (0, 1, 2))]
-)
-def test_keys_by_local_place_would_be_wrong(
-    function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_flex, function, places)
-    plan, args = planned(4)
-    with pytest.raises(AssertionError):
-        matches(plan, args)
-
-
 def test_outputs_have_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, args = planned(4)
     matches(plan, args)
@@ -235,12 +222,3 @@ def test_lists_name_blocks_of_a_rank(
     options = {"mesh": mesh, "in_specs": specs, "out_specs": None, "grad": True}
     plan, args = planned(4, **options)
     check_by_lists(plan, args, monkeypatch)
-
-
-def test_lists_that_name_blocks_of_all_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local_flex, "own_blocks", lambda _, *lists: lists[:2])
-    plan, args = planned(4)
-    with pytest.raises((AssertionError, IndexError)):
-        check_by_lists(plan, args, monkeypatch)

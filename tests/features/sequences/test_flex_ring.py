@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import (
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.features.sequences import local_flex
-from fxpar.features.sequences.overlap_attention import FlexRing
 from fxpar.planning import TracedPlan
 from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
 
@@ -128,56 +126,6 @@ def test_lists_name_blocks_of_a_part(
     on_cpu(monkeypatch)
     plan, args = planned(4, ranks, grad=True)
     check_by_lists(plan, args, monkeypatch)
-
-
-def test_lists_that_name_blocks_of_all_parts_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local_flex, "own_blocks", lambda _, *lists: lists[:2])
-    plan, args = planned(4)
-    with pytest.raises((AssertionError, IndexError)):
-        check_by_lists(plan, args, monkeypatch)
-
-
-def as_it_is(ring: Any, build: Any, parts: Any, i: int, function: Any, key: int) -> Any:
-    return function
-
-
-def test_keys_that_count_from_a_part_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(FlexRing, "_counting_on", as_it_is)
-    plan, args = planned(4)
-    with pytest.raises(AssertionError):
-        matches(plan, args)
-
-
-def test_weights_of_another_base_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_flex, "natural", lambda build, logs, out: logs)
-    plan, args = planned(4)
-    with pytest.raises(AssertionError):
-        matches(plan, args)
-
-
-def test_a_captured_gradient_of_one_part_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_cpu(monkeypatch)
-    summed, seen = FlexRing._summed, list[Any]()
-
-    def once(ring: Any, build: Any, attention: Any) -> Any:
-        results = summed(ring, build, attention)
-        captured = next(key for key in results if isinstance(key, tuple))
-        item, value = results[captured]
-        if seen:
-            results[captured] = build.call(aten.mul.Tensor, item, 0), value
-        seen.append(value)
-        return results
-
-    monkeypatch.setattr(FlexRing, "_summed", once)
-    plan, args = planned(4, grad=True)
-    with pytest.raises(AssertionError):
-        matches(plan, args)
 
 
 @pytest.mark.slow

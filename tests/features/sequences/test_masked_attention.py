@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.features.sequences import (
-    local_attention,
     merge_attention,
     ring_attention,
 )
@@ -191,18 +190,6 @@ def test_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         matches(ringed(*args), *args)
 
 
-def test_a_mask_of_other_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = [*tensors(), additive(SEEN["documents"])]
-    cut = ring_attention.Ring.cut
-
-    def first(self: Any, build: Any, x: Any, dim: int, i: int) -> Any:
-        return cut(self, build, x, dim, 0)
-
-    monkeypatch.setattr(ring_attention.Ring, "cut", first)
-    with pytest.raises(AssertionError):
-        matches(ringed(*args), *args)
-
-
 # A mask beside ``is_causal``
 
 
@@ -242,18 +229,6 @@ def test_keys_of_a_causal_call_stay_where_they_are(name: str) -> None:
     (call,) = (node for node in plan.nodes if "flash" in node.name)
     assert call.operands[1].dims[2] == ("cp",)
     matches(plan, *args)
-
-
-@of_causal_calls
-def test_a_causal_mask_by_local_place_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local_attention, "_starts", lambda call, query: (0, 0))
-    args = [*tensors(), MASKS["padding"]]
-    options = {"mode": "propagate", "in_specs": [*BY_ROWS, None]}
-    plan = fxpar.plan(attend_causal, *args, mesh="cp=4", **options)
-    with pytest.raises(AssertionError):
-        matches(plan, *args)
 
 
 def test_a_bias_with_a_gradient_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.features.sequences import local_documents
+from tests.helpers.pairs import diagonal
 
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 
@@ -148,8 +148,7 @@ PACKED = [(0, 12), (0, 5, 12), (0, 1, 1, 11, 12), (0, 3, 6, 9, 12), (0, 0, 7, 12
 WINDOWS = [(-1, -1), CAUSAL, (2, 0), (-1, 2), (3, 1), (0, 99)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("places", PACKED)
+@pytest.mark.parametrize(("places", "window"), diagonal([*PACKED], [*WINDOWS]))
 def test_queries_are_split(places: tuple[int, ...], window: Any) -> None:
     """Keys are gathered, their gradients reduced; numbers are those of one device."""
     args = [*tensors(ROWS, ROWS), starts(*places)]
@@ -158,9 +157,9 @@ def test_queries_are_split(places: tuple[int, ...], window: Any) -> None:
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    "keys", [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)]
+    ("keys", "window"),
+    diagonal([(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)], [*WINDOWS]),
 )
 def test_documents_with_other_keys(keys: tuple[int, ...], window: Any) -> None:
     """Fewer keys than queries, more, and none."""
@@ -218,9 +217,12 @@ def test_keys_are_split(
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
 @pytest.mark.parametrize(
-    "keys", [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)]
+    ("keys", "window"),
+    diagonal(
+        [(0, 9, 9, 20), (0, 2, 4, 6), (0, 0, 10, 11), (0, 7, 11, 15)],
+        [(-1, -1), CAUSAL],
+    ),
 )
 def test_split_keys_of_other_documents(keys: tuple[int, ...], window: Any) -> None:
     """Fewer keys than queries, more, none, and as many as ranks do not divide."""
@@ -246,25 +248,6 @@ def test_keys_of_a_window_are_whole() -> None:
     matches(plan, *args)
 
 
-@pytest.mark.parametrize("part", ["calls", "sees_keys", "in_document"])
-def test_a_forgotten_part_of_documents_is_noticed(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Queries behind the diagonal, those that see no key, keys of no document."""
-
-    class Forgetful(local_documents._OwnDocuments):
-        def __init__(self, call: Any, *args: Any) -> None:
-            super().__init__(call, *args)
-            value, ones = getattr(self, part), torch.ops.aten.ones_like.default
-            changed = value[:1] if part == "calls" else call.build.call(ones, value)
-            setattr(self, part, changed)
-
-    monkeypatch.setattr(local_documents, "_OwnDocuments", Forgetful)
-    args = [*tensors(ROWS, ROWS), starts(0, 5, 11), starts(0, 5, 11)]
-    with pytest.raises(AssertionError):
-        matches(planned_by_keys(args, CAUSAL, "cp=4", None), *args)
-
-
 def test_a_window_with_no_end_behind_its_query_is_whole() -> None:
     """A cut would hide keys that this rank's last queries see."""
     args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
@@ -272,28 +255,3 @@ def test_a_window_with_no_end_behind_its_query_is_whole() -> None:
     calls = [node for node in plan.nodes if "varlen" in node.name]
     assert calls and not any(x.dims[0] for node in calls for x in node.operands)
     matches(plan, *args)
-
-
-def test_keys_behind_a_query_that_are_cut_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local_documents, "_reach", lambda _: 0)
-    args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
-    with pytest.raises(AssertionError):
-        matches(planned(args, (3, 1)), *args)
-
-
-def test_a_forgotten_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_documents, "_is_aligned", lambda _: False)
-    args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
-    with pytest.raises(AssertionError):
-        matches(planned(args, CAUSAL), *args)
-
-
-def test_a_forgotten_mask_of_gradients_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local_documents, "_of_seen", lambda call, grad, begins: grad)
-    args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
-    with pytest.raises(AssertionError):
-        matches(planned(args, CAUSAL), *args)

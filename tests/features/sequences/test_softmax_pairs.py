@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.features.sequences import softmax_pairs
 
 ROWS, WORDS = 8, 16
 SPLIT = (None, "tp")
@@ -124,28 +123,6 @@ def hidden(rank: int | None) -> torch.Tensor:
 def test_ranks_without_a_score(fn: Any, rank: int | None) -> None:
     args = hidden(rank), inputs()[1].clamp(4, 11)
     matches(planned(fn, *args), *args)
-
-
-def test_infinity_less_infinity_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = hidden(0), inputs()[1].clamp(4, 11)
-    monkeypatch.setattr(softmax_pairs, "finite_or_zero", lambda build, most: most)
-    plan = planned(loss, *args)
-    with pytest.raises(AssertionError):
-        matches(plan, *args)
-
-
-def test_a_sum_without_its_weight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = inputs()
-    plain = softmax_pairs._gathered
-
-    def unweighted(build: Any, own: Any, axes: Any) -> Any:
-        most, sums, *label = plain(build, own, axes)
-        return [build.call(torch.ops.aten.zeros_like.default, most), sums, *label]
-
-    monkeypatch.setattr(softmax_pairs, "_gathered", unweighted)
-    plan = planned(logsumexp, *args)
-    with pytest.raises(AssertionError):
-        matches(plan, *args)
 
 
 def test_long_messages_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:

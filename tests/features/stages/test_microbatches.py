@@ -15,7 +15,6 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError, PlanError
-from fxpar.features.stages import microbatches
 from tests.helpers.wrapper import code_of
 
 ROWS, WIDTH = 8, 16
@@ -283,16 +282,6 @@ def test_parts_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     # Statistics of the batch need all parts of the first product.
     order = parts_in_order(planned(monkeypatch, normed(), rows(), "dp=1", 4))
     assert order[:4] == [0, 1, 2, 3]
-
-
-def test_a_sum_that_is_not_accumulated_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        microbatches._Unroller, "total", lambda self, values, op: values[0]
-    )
-    plan = planned(monkeypatch, mlp(), rows(), "dp=2", 4)
-    assert error_of(plan, rows()) > 1e-3
 
 
 def test_narrow_sums_are_accumulated_in_float32(

@@ -191,7 +191,7 @@ MESHES = [
 SLOW = pytest.mark.slow
 QUICK_MESHES = {
     ("normed", "pp=2", 4),
-    ("nested", "pp=4", 8),
+    ("nested", "pp=2", 4),
     ("losses", "pp=4", 2),
 }
 QUICK = {("tied", "interleaved"), ("skips", "zero_bubble"), ("tied", "dualpipev")}

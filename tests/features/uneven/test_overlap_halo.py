@@ -172,25 +172,6 @@ def test_what_is_refused(name: str) -> None:
     refused(*REFUSED[name])
 
 
-@pytest.mark.parametrize("end", ["first", "last"])
-@pytest.mark.parametrize("by", [-1, 1])
-def test_windows_at_the_wrong_place_are_noticed(
-    end: str, by: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The inner windows begin, or end, at another row than those beside them."""
-    real = overlap_halo.WindowsByEnd.rows
-    case, line = CASES["3 x 3"]
-
-    def rows(self: Any, build: Any, first: int, last: int) -> fx.Node:
-        if (first, last) == (self.first, self.last):
-            first, last = first + by, last + by
-        return real(self, build, first, last)
-
-    monkeypatch.setattr(overlap_halo.WindowsByEnd, "rows", rows)
-    with pytest.raises(AssertionError):
-        case.check(line)
-
-
 def test_the_batch_of_both_ends_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     real = overlap_halo._joined
 

@@ -232,7 +232,7 @@ def test_a_problem_that_does_not_fit_is_solved_again_within_the_seconds(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = list[tuple[bool, float]]()
-    problem = layered(4, 6, 6, limit=0.3, noise=0.5)
+    problem = layered(5, 3, 4, limit=0.25, noise=0.2)
     solution = solve(problem)
 
     def taking_all(problem: Problem, seconds: float, **how: Any) -> Solution:

@@ -13,12 +13,20 @@ from fxpar.choose_plan import _LESS, _TIE, shortest_step
 from fxpar.errors import PlanError
 from fxpar.passes.simulate.simulate_step import predict_step
 from fxpar.sharding.search import run_search
+from tests.helpers.pairs import diagonal
 from tests.helpers.programs import batch, mlp
 from tests.helpers.random_programs import Case
 
 QUICK = (0, 3, 7, 11)
-SEEDS = [
-    pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(60)
+ON = ["cpu", "h100"]
+CASES = [
+    *diagonal(QUICK, ON),
+    *(
+        pytest.param(n, hardware, marks=pytest.mark.slow)
+        for n in range(60)
+        if n not in QUICK
+        for hardware in ON
+    ),
 ]
 # Where it is slower by so little, and why.
 OPEN = {
@@ -103,8 +111,7 @@ def is_no_slower(step: Step, than: Step) -> bool:
     return step[0] <= than[0] * tie
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "h100"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "hardware"), CASES)
 def test_random_programs(
     seed: int,
     hardware: str,
@@ -124,8 +131,7 @@ def test_random_programs(
     assert is_no_slower(step(planned, "search"), step(planned, "propagate"))
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "h100"])
-@pytest.mark.parametrize("mesh", NAMED)
+@pytest.mark.parametrize(("mesh", "hardware"), diagonal([*NAMED], ON))
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models(
     mesh: str, hardware: str, whole: bool, monkeypatch: pytest.MonkeyPatch
