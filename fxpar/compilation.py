@@ -42,8 +42,13 @@ from fxpar.passes.normalize import random
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
-from fxpar.runtime.caches.compile_once import Generate, compile_once
-from fxpar.runtime.caches.known_programs import KnownProgram, Leader, PlanMisfit
+from fxpar.runtime.caches.known_programs import (
+    Generate,
+    KnownProgram,
+    Leader,
+    PlanMisfit,
+    compile_once,
+)
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import (
@@ -56,7 +61,6 @@ from fxpar.runtime.calls.open_sizes import (
     OpenSizesRefused,
     PlanStands,
     SizeRange,
-    agree_on_launches,
     refusal_of,
     size_range,
 )
@@ -259,7 +263,7 @@ class Compilation:
                     self.launches = list(self.entry.launches)
                     self._report(self.entry.plan)
                 if job.open is not None:
-                    self.sizes = size_range(job.open, self.written())
+                    self.sizes = size_range(job.open, self.decided().written)
             except PlanMisfit as misfit:
                 log.info(
                     "%s: the stored plan does not fit, so it is planned again: %s",
@@ -268,8 +272,12 @@ class Compilation:
                 )
                 compiled = None
             status_line.begin(pipeline.WAIT)
-            is_agreed = self.agree_on_launches(compiled=compiled is not None)
-        return compiled if is_agreed else None
+            # A known plan may not fit on one rank, then it is planned anew on all.
+            launches = self.launches if compiled is not None else None
+            self.is_agreed = _agree_on_launches(
+                f"graph{self.number}, compiled", launches
+            )
+        return compiled if self.is_agreed else None
 
     def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
         """Return the program once rank 0 has compiled it; None if it could not be
@@ -362,7 +370,7 @@ class Compilation:
         if options.tune:
             result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
-            self.leader.tell_plan(self._planned())
+            self.leader.tell_plan(self.decided())
         elif not self.is_plan_known:
             meeting.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
@@ -408,18 +416,17 @@ class Compilation:
                 )
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
-        self.places.append(payload if kind == "input" else None)
-        self.declared.append(self._declare(kind, payload, node))
-        return self.declared[-1]
-
-    def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
         value = node.meta.get("val")
         whole = Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
+        declared = Input(f"{kind}_{node.name}", kind, whole)
         if kind == "input":
             end = self.job.named_inputs[payload]
-            return Input(end.name, end.kind, end.at_rest or whole, end.use)
-        at_rest = None if kind == "tangent" else whole
-        return Input(f"{kind}_{node.name}", kind, at_rest)
+            declared = Input(end.name, end.kind, end.at_rest or whole, end.use)
+        elif kind == "tangent":
+            declared = replace(declared, at_rest=None)
+        self.places.append(payload if kind == "input" else None)
+        self.declared.append(declared)
+        return declared
 
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         if self.job.writes and kind == "mutation" and of is not None:
@@ -435,7 +442,7 @@ class Compilation:
 
         A backward that is lowered when it is first called, after its forward's
         agreement, has one of its own, so that all ranks return or raise. Raises
-        RankMismatchError as ``agree_on_launches`` does.
+        RankMismatchError if they launch other collectives, or if one does not come.
         """
         with self.job.ranks.inside():
             if not self.is_agreed:
@@ -444,9 +451,10 @@ class Compilation:
             with _reporting_to_others(but=()):
                 compiled = self._lower(graph, which, generate)
                 # With a known plan, a rank may have it from AOTAutograd's cache.
-                if not self.is_plan_known and self.plan and self.plan.collectives:
+                plan = self.result.plan if self.result is not None else None
+                if not self.is_plan_known and plan and plan.collectives:
                     tag = f"the backward of graph{self.number}, compiled"
-                    agree_on_launches(tag, self.launches[forward:])
+                    _agree_on_launches(tag, self.launches[forward:])
             return compiled
 
     def _lower(self, graph: fx.Graph, which: str, generate: Generate) -> Any:
@@ -495,29 +503,38 @@ class Compilation:
             if (place := self.places[i]) is not None
         }
 
-    def agree_on_launches(self, *, compiled: bool = True) -> bool:
-        """Return once all ranks have compiled what launches the same collectives; False
-        on all ranks if one has not ``compiled``, since its known plan does not fit.
+    def decided(self) -> KnownProgram:
+        """Return what was decided of the program, now or by an earlier start, with what
+        compiling added so far."""
+        program, result = self.entry or KnownProgram("", ""), self.result
+        if result is None:
+            return replace(program, plan=program.plan and self._noted(program.plan))
+        decision, outputs = result.decided, self.request.signature.outputs
+        ends = zip(
+            decision.program.signature.outputs, decision.edges.outputs, strict=True
+        )
+        places = (
+            self.places[out.of]
+            for out in outputs
+            if out.kind == "mutation" and out.of is not None
+        )
+        return replace(
+            program,
+            plan=self._noted(result.plan),
+            results={
+                int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
+                for out, spec in ends
+                if out.kind == "output" and spec is not None
+            },
+            launches=tuple(self.launches),
+            groups=tuple(known_programs.groups_of(result.local)),
+            shared=self.leader is not None and self.leader.shared,
+            written=tuple(sorted({i for i in places if i is not None})),
+        )
 
-        Raises RankMismatchError if they do not.
-        """
-        tag = f"graph{self.number}, compiled"
-        launches = self.launches if compiled else None
-        self.is_agreed = agree_on_launches(tag, launches)
-        return self.is_agreed
-
-    @property
-    def plan(self) -> Plan | None:
-        if self.result is None:
-            return self.entry.plan if self.entry else None
-        return self.result.plan
-
-    @property
-    def compiled_plan(self) -> Plan | None:
+    def _noted(self, plan: Plan) -> Plan:
         """Return the plan with the regions and notes known after compiling."""
-        plan, notes, order = self.plan, self.job.notes, self.job.options.pipeline
-        if plan is None:
-            return None
+        notes, order = self.job.notes, self.job.options.pipeline
         if plan.stages and not self.job.writes and order not in ("auto", AUTO_SEPARATE):
             text = f"pipeline={order!r} is for fxpar.train_step: forward and backward "
             text += f"are two calls here, so stages run {AUTO_SEPARATE!r}"
@@ -530,30 +547,6 @@ class Compilation:
             notes=tuple(dict.fromkeys((*plan.notes, *notes))),
         )
 
-    def written(self) -> set[int]:
-        """Return the positions of the arguments that the program writes to."""
-        if self.result is None:
-            return set(self.entry.written) if self.entry else set()
-        places = (
-            self.places[out.of]
-            for out in self.request.signature.outputs
-            if out.kind == "mutation" and out.of is not None
-        )
-        return {i for i in places if i is not None}
-
-    def results(self) -> dict[int, Spec]:
-        """Return specs of the results, by position among the graph's own results."""
-        if self.result is None:
-            return dict(self.entry.results) if self.entry else {}
-        decision = self.result.decided
-        outputs = decision.program.signature.outputs
-        pairs = zip(outputs, decision.edges.outputs, strict=True)
-        return {
-            int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
-            for out, spec in pairs
-            if out.kind == "output" and spec is not None
-        }
-
     def finished(
         self,
         compiled: Callable[..., Any],
@@ -564,35 +557,21 @@ class Compilation:
         next start."""
         # Code with generated kernels is not kept: they are made when it is compiled.
         is_new = self.result is not None and not self.is_plan_known
+        program = self.decided()
         if self.entry and is_new and not self.regions and self.job.ranks.rank == 0:
-            known_programs.keep(self._planned())
+            known_programs.keep(program)
         self.say_seconds("forward")
         results = gm.graph.output_node().args[0]
         lines = (user_line(x) for x in reversed(results) if isinstance(x, fx.Node))
         return Compiled(
             compiled,
             self._checks(),
-            self.compiled_plan,
-            self.results(),
+            program,
             replace(self.job, open=None),  # whose graph was consumed
             self.broken_at,
             self.sizes,
             next(filter(None, lines), None),
-            self.written(),
             with_room,
-        )
-
-    def _planned(self) -> KnownProgram:
-        """Return what is known of a program that was planned now."""
-        assert self.entry and self.result, "it was planned, and is kept"
-        return replace(
-            self.entry,
-            plan=self.compiled_plan,
-            results=self.results(),
-            launches=tuple(self.launches),
-            groups=tuple(known_programs.groups_of(self.result.local)),
-            shared=self.leader is not None and self.leader.shared,
-            written=tuple(sorted(self.written())),
         )
 
     def _report(self, plan: Plan) -> None:
@@ -623,6 +602,17 @@ class Compilation:
             local, normalized = self.result.local, self.result.normalized
             feeds = feeds_of(normalized, args, self.places)
             verify(local, normalized, self.result.decided, self.root, feeds)
+
+
+def _agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
+    """Wait until all ranks come to ``tag`` with the same launches, and return whether
+    all compiled: False, on all ranks, if the launches of one are None.
+
+    Raises RankMismatchError if theirs differ, or if one fails or does not come.
+    """
+    text = "\n".join(launches or ())
+    digest = meeting.VOID if launches is None else meeting.digest_of(text)
+    return meeting.agree(tag, digest, text, what="the collectives they launch")
 
 
 def _request_of(job: CompileJob, name: str) -> Request:

@@ -15,8 +15,9 @@ import difflib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,12 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def one_of(*names: str) -> Reader:
-    """Return a reader of one of the names."""
-
-    def read(value: Any) -> str:
-        if value in names:
-            return value
-        hint = nearest(str(value), names)
-        raise ValueError(f"{hint} use {' or '.join(names)}".strip())
-
-    return read
+def read_name(names: Sequence[str], value: Any) -> str:
+    """Read one of the names."""
+    if value in names:
+        return str(value)
+    hint = nearest(str(value), names)
+    raise ValueError(f"{hint} use {' or '.join(names)}".strip())
 
 
 def read_level(value: Any) -> int:
@@ -117,8 +114,8 @@ _SET_BY_FXPAR = {
 def read_inductor(value: Any) -> tuple[tuple[str, Any], ...]:
     """Read settings of Inductor by name: those of a mode, or each as it is given."""
     if isinstance(value, str):
-        value = one_of(*_torch.inductor.modes())(value)
-        value = _torch.inductor.modes()[value]
+        modes = _torch.inductor.modes()
+        value = modes[read_name([*modes], value)]
     if not isinstance(value, Mapping):
         raise ValueError("use a mode of torch.compile, or a mapping of settings")
     types, chosen = _torch.inductor.setting_types(), {}
@@ -211,15 +208,19 @@ SWITCHES = {
 
 
 def _option(
-    read: Reader,
+    read: Reader | tuple[str, ...],
     default: Any,
-    allowed: str,
     about: str,
+    allowed: str = "0, 1",
     *,
     env: bool = True,
     shared: bool = True,
 ) -> Any:
-    """Return a field of ``Options``. ``shared``: all ranks must have the same value."""
+    """Return a field of ``Options``. ``read``: its reader, or the names it takes;
+    ``allowed``: what it takes, in words. ``shared``: all ranks must have the same
+    value."""
+    if isinstance(read, tuple):
+        allowed, read = ", ".join(read), partial(read_name, read)
     metadata = {"read": read, "values": allowed, "help": about, "env": env}
     metadata["shared"] = shared
     return field(default=default, metadata=metadata)
@@ -232,50 +233,47 @@ class Options:
     mesh: Any = _option(
         read_mesh,
         None,
-        "dp=2,tp=4, auto, auto:4x8",
         "mesh axes and sizes; auto: a search chooses them (4x8: nodes, devices of "
         "each); unset: one axis dp of all ranks",
+        "dp=2,tp=4, auto, auto:4x8",
     )
     plan: str = _option(
         read_plan,
         "search",
-        "search, propagate, replicate, file",
         "how the sharding is chosen",
+        "search, propagate, replicate, file",
     )
     inputs: str = _option(
-        one_of("global", "local"),
+        ("global", "local"),
         "global",
-        "global, local",
         "local: each rank feeds its own part of the batch",
     )
     hints: Any = _option(
-        read_hints, None, "file.toml", "sharding hints by parameter or value name"
+        read_hints, None, "sharding hints by parameter or value name", "file.toml"
     )
     hardware: str | None = _option(
         read_text,
         None,
-        "h100, ..., file",
         "hardware that costs are computed for: a name, or a file of calibrate; "
         "unset: this device",
+        "h100, ..., file",
     )
     measure: bool = _option(
         read_switch,
         True,
-        "0, 1",
         "the first start of several CUDA ranks measures their links in two seconds, "
         "where `hardware` is unset; 0: built-in figures",
     )
     schedule: str = _option(
         read_text,
         "auto",
-        "auto, none, file",
         "edits of compute and collectives after sharding: a schedule's text, or "
         "the file that holds it",
+        "auto, none, file",
     )
     tune: bool = _option(
         read_switch,
         False,
-        "0, 1",
         "1: the few best schedules are measured on the mesh, and the fastest is taken; "
         "so are, on GPUs, the ways to run regions of `fuse`",
         env=False,
@@ -283,12 +281,12 @@ class Options:
     microbatches: int | None = _option(
         read_count,
         None,
-        "1, 2, ...",
         "parts that a rank cuts its batch into and computes one after the other; "
         "unset: 1, or with pipeline stages up to 4 for each stage",
+        "1, 2, ...",
     )
     pipeline: str = _option(
-        one_of(
+        (
             "auto",
             "gpipe",
             "1f1b",
@@ -300,22 +298,19 @@ class Options:
             "dualpipev",
         ),
         "auto",
-        "auto, gpipe, 1f1b, looped_bfs, interleaved, zero_bubble, "
-        "interleaved_zero_bubble, zbv, dualpipev",
         "in which order stages (mesh axis `pp`) compute microbatches; auto: `1f1b` in "
         "a training step, else `gpipe`",
     )
     expert_room: float | None = _option(
         read_share,
         None,
-        "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
+        "1.5, ...",
     )
     expert_exchange: str = _option(
-        one_of("auto", "gather", "all_to_all", "exact"),
+        ("auto", "gather", "all_to_all", "exact"),
         "auto",
-        "auto, gather, all_to_all, exact",
         "how tokens reach the experts of other ranks: gather: all tokens are "
         "gathered; all_to_all: each is sent to its expert, into a fixed number "
         "of slots; exact (CPU): each is sent, without empty slots; auto: the "
@@ -324,36 +319,32 @@ class Options:
     replan: float | None = _option(
         read_share,
         None,
-        "1.2, ...",
         "where a dynamic size is twice or half of the planned one, plan again, "
         "and take the new plan if it is predicted to be this many times as fast; "
         "unset: never",
+        "1.2, ...",
     )
     codegen: str = _option(
-        one_of("inductor", "eager"),
-        "inductor",
-        "inductor, eager",
-        "eager: run the local graph op by op",
+        ("inductor", "eager"), "inductor", "eager: run the local graph op by op"
     )
     inductor: tuple[tuple[str, Any], ...] = _option(
         read_inductor,
         (),
-        '"max-autotune", {"max_autotune": True}',
         "how Inductor compiles: a mode of `torch.compile`, which `mode=` gives too, or "
         "what its own `options=` takes",
+        '"max-autotune", {"max_autotune": True}',
         env=False,
     )
     debug: int = _option(
         read_level,
         0,
-        "0 to 4",
         "print 1 the summary, 2 the plan, 3 local graph, 4 all",
+        "0 to 4",
         shared=False,
     )
     progress: bool = _option(
         read_switch,
         True,
-        "0, 1",
         "rank 0 prints progress where planning or compiling takes seconds, and "
         "for each graph one line on what it splits and sends; setting "
         "`FXPAR_DEBUG=0` turns both off",
@@ -362,87 +353,78 @@ class Options:
     dump: str | None = _option(
         read_text,
         None,
-        "directory",
         "write every stage of every graph there",
+        "directory",
         shared=False,
     )
     disable: frozenset[str] = _option(
-        read_passes,
-        frozenset(),
-        "names",
-        "passes to leave out, separated by commas",
+        read_passes, frozenset(), "passes to leave out, separated by commas", "names"
     )
     strict: bool = _option(
-        read_switch, False, "0, 1", "raise on an op without a rule instead of warning"
+        read_switch, False, "raise on an op without a rule instead of warning"
     )
     verify: bool = _option(
         read_switch,
         False,
-        "0, 1",
-        "simulate all ranks and compare with one device, once per graph",
+        "simulate all ranks and compare with one device, once per graph; compare "
+        "parameters and learning rates of ranks at every call",
     )
     timeout: float = _option(
         read_positive,
         30.0,
-        "seconds",
         "how long ranks wait for the store, and inside a call for a rank that is idle",
+        "seconds",
         shared=False,
     )
     late_timeout: float = _option(
         read_positive,
         600.0,
-        "seconds",
         "how long ranks wait for a rank that is late for the next call and idle; "
         "after `timeout` one rank prints which rank that is",
+        "seconds",
         shared=False,
     )
     param_dtype: str | None = _option(
         read_dtype,
         None,
-        "bfloat16, ...",
         "dtype of sharded parameters and inputs in the program, cast before the gather",
+        "bfloat16, ...",
         env=False,
     )
     reduce_dtype: str | None = _option(
-        read_dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
+        read_dtype, None, "dtype gradients are reduced in", "float32, ...", env=False
     )
     reshard_after_forward: bool = _option(
-        read_switch,
-        True,
-        "0, 1",
-        "0: gathered parameters are kept for the backward",
-        env=False,
+        read_switch, True, "0: gathered parameters are kept for the backward", env=False
     )
     search_seconds: float = _option(
         read_positive,
         30.0,
-        "seconds of work",
         "how long a search may solve at most",
+        "seconds of work",
         env=False,
     )
     fuse: str = _option(
-        one_of("none", "interpret", "triton"),
+        ("none", "interpret", "triton"),
         "none",
-        "none, interpret, triton",
         "run collectives and the compute around them as one op: by generated "
         "kernels (triton), or op by op to check them (interpret)",
         env=False,
     )
     cache_plans: bool = _option(
-        read_switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
+        read_switch, True, "0: searched plans are not kept on disk", env=False
     )
     memory: float | None = _option(
         read_positive,
         None,
-        "bytes",
         "most memory that a searched plan may use on a rank; unset: the "
         "hardware's memory",
+        "bytes",
         env=False,
     )
     outputs: str = _option(
-        one_of("global", "dtensor"),
+        ("global", "dtensor"),
         "global",
-        "global, dtensor",
         "dtensor: results are DTensors, placed as the plan has them",
         env=False,
     )

@@ -46,19 +46,14 @@ class LayerRow:
         return f"{self.name} ({count} layers)" if count > 1 else self.name
 
 
-class _Rows(dict[str, LayerRow]):
-    """Holds rows by name, in the order in which they were first asked for."""
-
-    def of(self, path: str) -> LayerRow:
-        """Return the row of a module, made on the first call."""
-        layer = _LAYER.match(path)
-        name = path or _OTHER
-        if layer:
-            name = path[: layer.start(1)] + "*"
-        row = self.setdefault(name, LayerRow(name))
-        if layer:
-            row.numbers.add(layer[1])
-        return row
+def _row_of(rows: dict[str, LayerRow], path: str) -> LayerRow:
+    """Return the row of a module, made on the first call."""
+    layer = _LAYER.match(path)
+    name = path[: layer.start(1)] + "*" if layer else path or _OTHER
+    row = rows.setdefault(name, LayerRow(name))
+    if layer:
+        row.numbers.add(layer[1])
+    return row
 
 
 def layer_rows(
@@ -74,15 +69,15 @@ def layer_rows(
     graph: in the order it runs. signature: the program's. fused: as for ``simulate``,
     whose errors this raises.
     """
-    mesh, rows = plan.mesh, _Rows()
+    mesh, rows = plan.mesh, dict[str, LayerRow]()
     launches = launches_of(graph, fused=fused)
     machine = hardware.at_speed(mesh.slowest)
     line = simulate(graph, machine.on(mesh), machine, fused=fused, launches=launches)
     paths = _paths(plan, signature, graph)
     for path in dict.fromkeys(paths.values()):
-        rows.of(path)
+        _row_of(rows, path)
     for launch, event in zip(launches.launches, line.events, strict=True):
-        row = rows.of(_path(launch.nodes[-1], paths))
+        row = _row_of(rows, _path(launch.nodes[-1], paths))
         if event.axes:
             row.communication += event.duration
         elif event.of is None and launch.backward:
@@ -90,7 +85,7 @@ def layer_rows(
         elif event.of is None:
             row.forward += event.duration
     for path, nbytes, at_rest in _held(signature, graph, launches, paths):
-        row = rows.of(path)
+        row = _row_of(rows, path)
         if at_rest:
             row.at_rest += nbytes
         else:

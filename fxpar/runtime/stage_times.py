@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fxpar import _torch
 from fxpar._fast import cpp_kernels
@@ -41,17 +41,9 @@ INSIDE = {
 _TOTAL = "together"
 
 
-@dataclass
-class _Stages:
-    """Holds the seconds counted in this process."""
-
-    # By stage, without the stages inside it, since the last table.
-    seconds: dict[str, float] = field(default_factory=dict)
-    # Torch's own counts when the last table was made.
-    torch: Mapping[str, float] = field(default_factory=dict)
-
-
-_STAGES = _Stages()
+# Seconds by stage, without the stages inside it, since the last table; and torch's own
+# counts when that was made.
+_SECONDS, _OF_TORCH = dict[str, float](), dict[str, float]()
 _OPEN = threading.local()  # for each open stage, the seconds of stages inside
 
 
@@ -82,23 +74,24 @@ def stage(name: str, *, nested: bool = False) -> Iterator[Elapsed]:
 
 
 def _add(name: str, seconds: float) -> None:
-    _STAGES.seconds[name] = _STAGES.seconds.get(name, 0.0) + seconds
+    _SECONDS[name] = _SECONDS.get(name, 0.0) + seconds
 
 
 def table() -> str:
     """Return the seconds of each stage since the last table, by line, and their sum."""
     now = _torch.dynamo.seconds_by_phase()
-    spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
+    spent = {key: now[key] - _OF_TORCH.get(key, 0.0) for key in now}
     frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
     _add(DYNAMO, max(0.0, frame))
     for phase, (counted, name, inside) in INSIDE.items():
         alone = max(0.0, spent.get(phase, 0.0) - spent.get(inside, 0.0))
-        part = min(alone, _STAGES.seconds.get(counted, 0.0))
+        part = min(alone, _SECONDS.get(counted, 0.0))
         _add(name, part)
         _add(counted, -part)
-    seconds = _STAGES.seconds
-    _STAGES.seconds, _STAGES.torch = {}, now
-    rows = [(name, seconds[name]) for name in ORDER if name in seconds]
-    rows.append((_TOTAL, sum(seconds.values())))
+    _OF_TORCH.clear()
+    _OF_TORCH.update(now)
+    rows = [(name, _SECONDS[name]) for name in ORDER if name in _SECONDS]
+    rows.append((_TOTAL, sum(_SECONDS.values())))
+    _SECONDS.clear()
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}} {took:8.2f}" for name, took in rows)

@@ -25,8 +25,10 @@ import inspect
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -96,26 +98,24 @@ _REFUSED = {
 }
 
 
+def _users(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and function of the frames outside torch and fxpar."""
+    for frame, number in frames:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _NOT_THE_USERS):
+            yield path, number, frame.f_code.co_name
+
+
 def raised_at(error: BaseException) -> str | None:
     """Return the innermost line outside torch and fxpar that an error came through."""
-    line, at = None, error.__traceback__
-    while at is not None:
-        path = at.tb_frame.f_code.co_filename
-        if not any(part in path for part in _NOT_THE_USERS):
-            line = _line(path, at.tb_lineno)
-        at = at.tb_next
-    return line
+    lines = [_line(x, n) for x, n, _ in _users(traceback.walk_tb(error.__traceback__))]
+    return lines[-1] if lines else None
 
 
 def users_line() -> str | None:
     """Return the innermost line outside torch and fxpar that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(part in path for part in _NOT_THE_USERS):
-            return _line(path, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    places = _users(traceback.walk_stack(sys._getframe(1)))
+    return next((_line(path, number) for path, number, _ in places), None)
 
 
 def _line(path: str, number: int) -> str:
@@ -142,19 +142,14 @@ class UserLines(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if torch.compiler.is_dynamo_compiling():  # Dynamo gives the lines of a body
             return func(*args, **(kwargs or {}))
-        frame: FrameType | None = sys._getframe(1)
-        lines: list[str] = []
-        while frame is not None and len(lines) < 8:
-            path = frame.f_code.co_filename
-            if not any(part in path for part in _NOT_THE_USERS):
-                code = linecache.getline(path, frame.f_lineno).strip()
-                name = frame.f_code.co_name
-                lines.insert(
-                    0,
-                    f'  File "{path}", line {frame.f_lineno}, in {name}\n    {code}\n',
-                )
-            frame = frame.f_back
-        _torch.aot.set_stack_trace(lines)
+        lines = [
+            f'  File "{path}", line {number}, in {name}\n'
+            f"    {linecache.getline(path, number).strip()}\n"
+            for path, number, name in islice(
+                _users(traceback.walk_stack(sys._getframe(1))), 8
+            )
+        ]
+        _torch.aot.set_stack_trace(lines[::-1])
         return func(*args, **(kwargs or {}))
 
 

@@ -13,4 +13,4 @@ def given_up() -> bool:
     """Whether another rank wrote this rank's word of the next meeting."""
     channel = current()
     assert channel is not None
-    return channel.has(channel.key(channel.meetings + 1, channel.rank))
+    return channel.store.check([channel.key(channel.meetings + 1, channel.rank)])

@@ -214,7 +214,7 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     from fxpar.passes.simulate.launches import EXACT
     from fxpar.passes.simulate.launches import KINDS as LAUNCHED
     from fxpar.passes.simulate.lockstep import COLLECTIVES
-    from fxpar.runtime.calibrate.probe_network import RUN
+    from fxpar.runtime.calibrate.measure import RUN
     from fxpar.sharding.cost import collectives
     from fxpar.sharding.reshard.steps import KINDS
 

@@ -84,7 +84,7 @@ def one_fails(who: int) -> tuple[str, float, str]:
         said = ""
     else:
         try:
-            meeting.agree("graph", "digest", "plan", timeout=30.0)
+            meeting.gather("graph", "plan", 30.0)
         except RankMismatchError as error:
             said = str(error)
             meeting.abort(error)  # as the backend does with any; must change nothing
@@ -108,7 +108,7 @@ def one_is_missing(who: int) -> tuple[str, str]:
     if rank() == who:
         while not given_up():
             time.sleep(0.05)
-    said = caught(meeting.agree, "graph", "digest", "plan", timeout=0.2)
+    said = caught(meeting.gather, "graph", "digest", 0.2)
     # The one that is late reads the verdict, and is in step again.
     return said, caught(meeting.agree, "next", "", "")
 
@@ -129,7 +129,7 @@ def one_works() -> list[str]:
     if rank() == 0:
         with presence.works("compiles"):
             time.sleep(3.0)
-    return meeting.gather("the plan", f"of {rank()}", timeout=1.2)
+    return meeting.gather("the plan", f"of {rank()}", 1.2)
 
 
 def fails_twice() -> list[str]:

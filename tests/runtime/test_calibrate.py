@@ -18,7 +18,7 @@ from fxpar.__main__ import main
 from fxpar.config import Options
 from fxpar.errors import MeshError
 from fxpar.runtime.calibrate import measure as calibrate
-from fxpar.runtime.calibrate import probe_device, probe_network
+from fxpar.runtime.calibrate import probe_device
 from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost import op as one_op
@@ -85,10 +85,10 @@ def test_one_outlier_does_not_decide() -> None:
 
 def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
-    assert not probe_network._is_across_nodes(mesh, ["device"], 4)
-    assert probe_network._is_across_nodes(mesh, ["node"], 4)
+    assert not calibrate._is_across_nodes(mesh, ["device"], 4)
+    assert calibrate._is_across_nodes(mesh, ["node"], 4)
     with pytest.raises(MeshError, match="node\\+device are partly") as error:
-        probe_network._is_across_nodes(mesh, ["node", "device"], 4)
+        calibrate._is_across_nodes(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
 
@@ -144,11 +144,11 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
         return seen[-1]
 
     x = torch.tensor([1.0, 2.0]) * (me + 1)
-    probe_network._C10D = _Recording(record)
+    calibrate._C10D = _Recording(record)
     try:
-        probe_network.RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
+        calibrate.RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
     finally:
-        probe_network._C10D = torch.ops._c10d_functional
+        calibrate._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()
 
 
@@ -260,9 +260,9 @@ def test_what_a_collective_takes_from_kernels(monkeypatch, together, lost) -> No
     some = probe("dp=1")
     times = iter([0.02, 3.0, 2.0, together])  # a product, the collective, work, both
     monkeypatch.setattr(probe_device.Probe, "median", lambda self, fn: next(times))
-    monkeypatch.setattr(probe_network, "local_ranks", lambda size: size)
+    monkeypatch.setattr(calibrate, "local_ranks", lambda size: size)
     ranks = types.SimpleNamespace(mesh=Mesh.parse("dp=2"), group=lambda axes: "g")
-    found = probe_network.overlap_loss(dataclasses.replace(some, ranks=ranks))
+    found = calibrate.overlap_loss(dataclasses.replace(some, ranks=ranks))
     assert found == pytest.approx(lost)
 
 

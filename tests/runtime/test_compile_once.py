@@ -19,7 +19,7 @@ from fxpar import _torch, cache_files, compilation
 from fxpar.errors import RankMismatchError
 from fxpar.graph.graph_bodies import all_nodes
 from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.runtime.caches.compile_once import compile_once
+from fxpar.runtime.caches.known_programs import compile_once
 from fxpar.runtime.caches.plan_store import lines_of
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.steps.binding import bind
@@ -128,7 +128,7 @@ def one_hangs() -> str:
     meeting.agree("start", "", "")
 
     def hangs(_: str | None) -> None:
-        meeting.gather("elsewhere", "", timeout=30.0)
+        meeting.gather("elsewhere", "", 30.0)
 
     return caught(compile_once, graph(), "one_hangs", hangs)
 

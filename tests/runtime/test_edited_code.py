@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from fxpar import _torch
-from fxpar.runtime.caches.compile_once import compile_once
+from fxpar.runtime.caches.known_programs import compile_once
 from fxpar.runtime.caches.program_identity import content, fixed_content, name_inputs
 from tests.helpers.spawn import shared_pool
 

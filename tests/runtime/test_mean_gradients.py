@@ -503,6 +503,68 @@ def test_gradients_that_others_read_are_not_freed(way):
     assert shared_pool(2).run(gradients_in_one_memory, way) == [[], []]
 
 
+def accumulates(way):
+    """How many memories buckets have after backwards that accumulate, whether each
+    gradient stays where it was, and whether one that no backward adds to stays as a
+    rank set it."""
+    torch.manual_seed(7)
+    model, rank = Parts().double(), dist.get_rank()
+    net = watched(model, way)
+
+    def backward(which="abcd"):
+        net(torch.ones(2, 6, dtype=torch.float64), which).sum().backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        backward()
+    first = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    backward()
+    model.c.weight.grad.mul_(1 / 3 + rank)  # as no other rank has it
+    before = model.c.weight.grad.clone()
+    backward("abab")
+    reducer = mean_gradients._REDUCERS[dist.group.WORLD]
+    ours = {id(p) for p in model.parameters()}
+    buckets = [b for b in reducer.buckets if id(b.members[0].ref()) in ours]
+    last = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        {len(bucket.memories) for bucket in buckets},
+        all(last[name] is gradient for name, gradient in first.items()),
+        torch.equal(before, model.c.weight.grad),
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_accumulate_where_they_are(way):
+    for result in shared_pool(2).run(accumulates, way):
+        assert result == ({1}, True, True)
+
+
+def replaced_meanwhile():
+    """A hook drops a gradient that the running backward has added to."""
+    torch.manual_seed(7)
+    model = Parts().double()
+    net = watched(model, "graph")
+    for step in range(4):
+        if step < 2:
+            model.zero_grad()
+        x = model.unused.bias.new_ones(6, 3) * model.unused.bias
+        x = x.repeat(1, 2)
+        if step == 3:
+
+            def drop(_):
+                model.a.weight.grad = None
+
+            x.register_hook(drop)
+        net(x).sum().backward()
+
+
+def test_a_gradient_that_is_replaced_in_a_backward_is_refused():
+    errors = shared_pool(2).errors(replaced_meanwhile)
+    assert all(isinstance(e, GradientError) for e in errors), errors
+    assert all("a.weight was replaced while" in str(e) for e in errors), errors
+    shared_pool(2).renew()
+
+
 def holders_of(fn):
     """The number with the gradient that a backward hands over first."""
     graph = make_fx(fn, tracing_mode="fake")(torch.randn(4, 4)).graph

@@ -48,7 +48,6 @@ from fxpar.features.at_rest.used_layouts import (
 from fxpar.runtime.calibrate.measure import measure_first
 from fxpar.runtime.ranks import mean_gradients, meeting
 from fxpar.runtime.ranks.check_inputs import check_options, check_same, options_text
-from fxpar.runtime.ranks.drift import note_steps
 from fxpar.runtime.ranks.groups import HOME, Ranks, device_mesh_of, join, settle
 from fxpar.runtime.ranks.presence import user_line
 from fxpar.runtime.tracing import TracedCall
@@ -292,7 +291,6 @@ def swap_parameters(
     """Replace parameters by their shards, and classes by those that gather them.
     ``movable``: whether the first graph to read a parameter lays it out as it uses it.
     """
-    note_steps()
     names = {id(p): name for name, p in model.named_parameters()}
     sizes = ranks.mesh.sizes
     batch = tuple(axis for axis in batch_axes(ranks.mesh) if sizes[axis] > 1)

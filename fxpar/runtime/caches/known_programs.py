@@ -1,4 +1,4 @@
-"""Recall the plan and results of programs that an earlier start compiled, by one key.
+"""Recall programs that an earlier start compiled, and compile on one rank for others.
 
 In: a Dynamo graph, the sizes it is fed and all that is asked for. Out: a
 ``KnownProgram``, the same on all ranks: rank 0 looks it up and sends it. The start that
@@ -8,6 +8,14 @@ needs neither tracing nor planning, and runs the same collectives as one that do
 and compiles by the known plan. Where nobody compiled it, rank 0 may do so for all: it
 is the ``Leader``, and the others await it. Never: an error for a file that is damaged,
 of another version or of another program; it counts as none.
+
+Of other programs, ``compile_once`` lets one rank compile a graph that Inductor gets
+identical on several: the first that comes compiles; the others that see the same folder
+of caches wait for it and then compile in turn, which finds the result there. Machines
+without a common folder compile at the same time. Ranks of all places share what they
+compile. A rank whose graph differs (another size of shard, another device) waits for
+nobody. A rank that fails reports it to those that wait; if one ends or hangs they wait
+as for any other (``presence``). Never: code of another graph.
 """
 
 from __future__ import annotations
@@ -17,9 +25,10 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -31,12 +40,22 @@ from fxpar.config import Options
 from fxpar.errors import HintError, PlanError, RuleError, ScheduleError
 from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes
+from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
 from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
-from fxpar.runtime.ranks.meeting import current
+from fxpar.runtime.ranks.meeting import (
+    all_ranks,
+    answering,
+    current,
+    error_of,
+    watched,
+)
+from fxpar.runtime.ranks.presence import FAILED, Patience, failure, timeout
+from fxpar.runtime.ranks.worlds import World
+from fxpar.runtime.stage_times import INDUCTOR, stage
 from fxpar.sharding.hints import load
 from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.plan import Plan
@@ -45,7 +64,7 @@ from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
-FORMAT = "fxpar program 4"
+FORMAT = "fxpar program 5"
 
 
 class PlanMisfit(Exception):
@@ -108,20 +127,17 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
     """Return the program of a record; None if the record cannot be read."""
     try:
-        if "refused" in data:
-            number = str(data["number"])
-            return KnownProgram(key, number, refused=str(data["refused"]))
-        plan = Plan.from_dict(data["plan"])
         return KnownProgram(
             key,
             str(data["number"]),
-            plan,
+            data["plan"] and Plan.from_dict(data["plan"]),
             {int(i): Spec.parse(text) for i, text in data["results"].items()},
             tuple(data["launches"]),
-            tuple(map(plan.mesh.ordered, data["groups"])),
+            tuple(map(tuple, data["groups"])),
             bool(data["shared"]),
             tuple(data["written"]),
             {str(name): int(n) for name, n in data["divisors"].items()},
+            str(data["refused"]),
         )
     except Exception:  # a record of no known form may lead to any
         log.info("the stored record of a program cannot be read", exc_info=True)
@@ -130,19 +146,9 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
 
 def _record_of(program: KnownProgram) -> dict[str, Any]:
     """Return a program as data, which ``_read`` reads."""
-    if program.refused:
-        return {"number": program.number, "refused": program.refused}
-    assert program.plan is not None, "it was planned"
-    return {
-        "number": program.number,
-        "plan": program.plan.to_record(),
-        "results": {str(i): str(spec) for i, spec in program.results.items()},
-        "launches": program.launches,
-        "groups": program.groups,
-        "shared": program.shared,
-        "written": program.written,
-        "divisors": dict(program.divisors),
-    }
+    plan = program.plan and program.plan.to_record()
+    results = {str(i): str(spec) for i, spec in program.results.items()}
+    return {**vars(program), "plan": plan, "results": results}
 
 
 def keep(program: KnownProgram) -> None:
@@ -156,13 +162,15 @@ def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     nobody did or failed to before, and they see its files. On CPUs alone: on others a
     schedule may fuse regions, whose kernels all ranks make together. ``examples``: the
     inputs."""
-    channel = current()
-    if program.plan is not None or program.refused or channel is None:
+    world = current()
+    if program.plan is not None or program.refused or world is None:
         return False
     tensors = (x for x in examples if isinstance(x, torch.Tensor))
     if any(x.device.type != "cpu" for x in tensors):
         return False
-    return not _torch.inductor.is_cache_disabled() and len(set(channel.folders())) == 1
+    keys = (f"{world.presence.prefix}/folder/{rank}" for rank in world.ranks)
+    folders = set(map(world.store.get, keys))
+    return not _torch.inductor.is_cache_disabled() and len(folders) == 1
 
 
 # Errors that depend on the program alone, at every start; not those of a rank that did
@@ -308,3 +316,111 @@ def groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 def _path(key: str) -> Path:
     return cache_files.folder() / f"{key}.program.json"
+
+
+# Compiles; takes a text that replaces the graph in the keys of Inductor's cache.
+Generate = Callable[[str | None], Any]
+
+
+def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
+    """Return the result of ``generate``, called on one rank before the others that have
+    this graph. ``what``: the graph, in words that all ranks count equally.
+
+    Raises RankMismatchError if the rank that compiles fails, or does not end.
+    """
+    with stage(INDUCTOR), presence.works(f"compiles {what}"):
+        world = all_ranks()
+        if _torch.inductor.is_cache_disabled() or not _is_text(graph):
+            return generate(None)
+        text = _digest(graph)
+        if world is None:
+            return generate(text)
+        folder = hashlib.sha256(cache_files.folder_text().encode()).hexdigest()[:16]
+        key = f"{world.prefix}/compiled/{what}/{text}/{folder}"
+        word = str(world.rank)
+        with answering(world):
+            first = world.store.compare_set(key, "", word).decode()
+            if first == word:
+                return _compile_for_others(world, key, what, lambda: generate(text))
+            _take_over(world, key, what, int(first))
+        return generate(text)
+
+
+def _is_text(graph: fx.Graph) -> bool:
+    """Return whether lines of nodes say all of a graph: it holds no tensor, and no op
+    that runs code of the user."""
+    bodies = _bodies(graph)
+    return all(_is_line(node, bodies) for node in graph.nodes) and all(
+        _is_text(body) for body in bodies.values()
+    )
+
+
+def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
+    if node.op == "call_function":
+        runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
+        is_op = isinstance(node.target, runs) or node.target is INVOKE
+        return is_op and not _torch.node_texts.is_lowered_by_user(node.target)
+    if node.op == "get_attr":
+        return node.target in bodies
+    return node.op in ("placeholder", "output")
+
+
+def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
+    """Return the bodies that a graph calls, by the names it has for them."""
+    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    attributes = {
+        name: getattr(graph.owning_module, name, None) for name in sorted(names)
+    }
+    return {k: x.graph for k, x in attributes.items() if isinstance(x, fx.GraphModule)}
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    yield from plan_store.lines_of(graph)
+    for name, body in _bodies(graph).items():
+        yield name
+        yield from _lines(body)
+
+
+def _digest(graph: fx.Graph) -> str:
+    """Return a digest of the lines of a graph and its bodies."""
+    text = hashlib.sha256()
+    for line in _lines(graph):
+        text.update(line.encode() + b"\n")
+    return text.hexdigest()[:32]
+
+
+def _compile_for_others(
+    world: World, key: str, what: str, generate: Callable[[], Any]
+) -> Any:
+    """Compile, and report to other ranks how that ended."""
+    try:
+        with presence.works(f"compiles {what} for all ranks"):
+            compiled = generate()
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        fact = f"rank {world.rank} failed to compile {what}:\n{message}"
+        fix = "see the error of that rank: this one only stopped because of it"
+        world.store.set(f"{key}/done", failure(fact, fix))
+        raise
+    world.store.set(f"{key}/done", json.dumps(cpp_kernels.instructions()))
+    return compiled
+
+
+def _take_over(world: World, key: str, what: str, leader: int) -> None:
+    """Wait until the rank that compiles is done, and take over its results."""
+    done_key = f"{key}/done"
+
+    def give_up(_: Sequence[int], patience: Patience) -> None:
+        fact = f"rank {leader} did not finish compiling {what}, for which rank "
+        fact += f"{world.rank} waited {patience.waited()}{patience.tell([leader])}"
+        fix = "see what that rank printed; it may have ended, or hang"
+        world.presence.store.compare_set(done_key, "", failure(fact, fix))
+
+    with (
+        presence.waits(f"waits for rank {leader}, which compiles {what}"),
+        watched(world, {leader: done_key}, timeout(), give_up),
+    ):
+        text = world.store.get(done_key).decode()
+    if text.startswith(FAILED):
+        raise error_of(text)
+    cpp_kernels.take_instructions(json.loads(text))

@@ -5,8 +5,9 @@ In: the device of this process and, if it is one of several ranks, their mesh. O
 that what they share (cores, memory bus, network) is shared while it is measured. Runs
 the collectives that fxpar emits. Never: a program of the user run.
 
-Bounded in time: once ``limit`` seconds have passed on any rank, all ranks leave out the
-points that remain. ``spawn`` ends its ranks some time after that.
+Collectives run along the axes of the mesh, all groups at once, alone and overlapping
+with kernels. Bounded in time: once ``limit`` seconds have passed on any rank, all ranks
+leave out the points that remain. ``spawn`` ends its ranks some time after that.
 
 ``measure_first`` measures the links between CUDA devices alone, once, at the first
 start of several ranks. Rank 0 keeps them on disk by device, driver, ranks and versions,
@@ -25,8 +26,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -36,12 +38,12 @@ import torch.distributed as dist
 
 from fxpar import _torch, cache_files
 from fxpar.config import Options
-from fxpar.errors import DeviceError
-from fxpar.runtime.calibrate import probe_device, probe_network
-from fxpar.runtime.calibrate.probe_device import Probe
-from fxpar.runtime.calibrate.probe_network import local_ranks
+from fxpar.errors import DeviceError, MeshError
+from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.runtime.calibrate import probe_device
+from fxpar.runtime.calibrate.probe_device import Point, Probe, fit_collective
 from fxpar.runtime.ranks import groups, meeting, presence, worlds
-from fxpar.sharding.cost import hardware_table
+from fxpar.sharding.cost import collectives, hardware_table
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, detect
 from fxpar.sharding.mesh import Link, Mesh
 
@@ -66,10 +68,7 @@ def calibrate(
     eager, launch = probe_device.launches(probe)
     tiny = (launch if cuda else eager) or 0.0
     *near, far = probe_device.streams(probe, tiny) or [(0.0, base.bandwidth)]
-    levels, overlap_loss = (
-        probe_network.levels(probe, base),
-        probe_network.overlap_loss(probe),
-    )
+    network, loss = levels(probe, base), overlap_loss(probe)
     light = dict(base.light) | dict(probe_device.light(probe))
     peaks = dict(base.peaks) | dict(probe_device.peaks(probe, far[1]))
     peaks |= dict(probe_device.families(probe))
@@ -81,11 +80,11 @@ def calibrate(
         _memory(probe),
         launch or base.launch,
         eager or base.eager_launch,
-        levels,
+        network,
         f"measured with {size} ranks on mesh {ranks.mesh}, "
         f"{torch.get_num_threads()} threads each, torch {torch.__version__}",
         tuple(near),
-        base.beside if overlap_loss is None else overlap_loss,
+        base.beside if loss is None else loss,
         tuple(light.items()),
         base.masked if share_masked is None else share_masked,
         local_ranks(size),
@@ -279,7 +278,7 @@ def _measured(size: int) -> tuple[Level, ...]:
     end, base = time.monotonic() + SECONDS, hardware_table.detect()
     with torch.no_grad():
         probe = Probe(device, ranks, end, quick=True, long=_LONG)
-        network = probe_network.levels(probe, base, _KINDS)
+        network = levels(probe, base, _KINDS)
     return () if network == base.levels else network
 
 
@@ -289,3 +288,168 @@ def _parse(entries: Sequence[dict[str, Any]]) -> tuple[Level, ...]:
         Level(**x | {"kinds": tuple((k, Measured(**m)) for k, m in x["kinds"])})
         for x in entries
     )
+
+
+_C10D = torch.ops._c10d_functional
+
+
+def local_ranks(size: int) -> int:
+    """Return how many of ``size`` ranks are in a node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+
+
+def levels(
+    probe: Probe, base: Hardware, kinds: Sequence[str] = collectives.KINDS
+) -> tuple[Level, ...]:
+    """Return the network: where an axis was measured, its level, elsewhere that of
+    ``base``. ``kinds``: of collectives that are run.
+
+    Groups of several sizes in a node separate the overhead of a collective from its
+    latency; of one size, all counts as latency.
+    """
+    mesh = probe.ranks.mesh
+    local = local_ranks(mesh.size)
+    axes = [name for name, size in mesh.axes if size > 1]
+    axis_sets = [[name] for name in axes]
+    if len(axes) > 1 and local == mesh.size:
+        axis_sets.append(axes)
+    points_of: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
+    for axis_set in axis_sets:
+        crosses = _is_across_nodes(mesh, axis_set, local)
+        for kind in kinds:
+            points = list(_collective(probe, kind, axis_set))
+            points_of[crosses].setdefault(kind, []).extend(points)
+    inner, *outer = base.levels
+    if any(points_of[False].values()):
+        # ``base`` knows the size of a node that is not all in use.
+        devices = inner.devices and max(inner.devices, local)
+        inner = replace(_level(points_of[False]), devices=devices)
+    if any(points_of[True].values()):
+        inner, outer = (
+            replace(inner, devices=local, kinds=()),
+            [_level(points_of[True])],
+        )
+    return (inner, *outer)
+
+
+# Bytes of the all-reduce that overlaps with kernels.
+_OVERLAPPING_BYTES = 1 << 22
+
+
+def overlap_loss(probe: Probe) -> float | None:
+    """Return the share of the shorter of both that is lost where kernels and a
+    collective overlap: 0 if each goes on as if it were alone, 1 if they take turns;
+    None if it is not measured."""
+    ranks = probe.ranks
+    mesh = ranks.mesh
+    if mesh.size == 1 or probe.quick:
+        return None
+    axes = [name for name, size in mesh.axes if size > 1]
+    if local_ranks(mesh.size) < mesh.size:
+        axes = axes[:1]
+    group = ranks.group(axes)
+    x = torch.zeros(_OVERLAPPING_BYTES // 4, device=probe.device)
+    y = torch.rand(256, 256, device=probe.device)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(y, y)
+
+    def both(times: int) -> None:
+        pending = _C10D.all_reduce(x, "sum", group)
+        work(times)
+        _C10D.wait_tensor(pending)
+
+    one = probe.median(partial(work, 1))
+    collective_seconds = probe.median(partial(both, 0))
+    if one is None or collective_seconds is None:
+        return None
+    times = max(1, round(collective_seconds / one))
+    worked, together = (
+        probe.median(partial(work, times)),
+        probe.median(partial(both, times)),
+    )
+    if worked is None or together is None:
+        return None
+    share = (together - max(worked, collective_seconds)) / min(
+        worked, collective_seconds
+    )
+    return min(max(share, 0.0), 1.0)
+
+
+def _level(points_of: dict[str, list[Point]]) -> Level:
+    """Return a level of any number of devices, its own figures those of all-reduce if
+    it was measured."""
+    kinds = {k: fit_collective(k, points) for k, points in points_of.items() if points}
+    usual = kinds.get("all_reduce") or next(iter(kinds.values()))
+    return Level(
+        0, usual.bandwidth, usual.latency, usual.overhead, kinds=tuple(kinds.items())
+    )
+
+
+def _is_across_nodes(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
+    """Return whether groups have one rank in each node, rather than all in one. Raises
+    MeshError if they have several in several nodes."""
+    nodes = [len({rank // local for rank in group}) for group in mesh.groups(axes)]
+    if max(nodes) == 1:
+        return False
+    if min(nodes) == mesh.count(axes):
+        return True
+    raise MeshError(
+        f"groups of axis {'+'.join(axes)} are partly inside a node of {local} "
+        "ranks, partly across nodes",
+        fix=f"calibrate on a mesh as node={mesh.size // local},device={local}",
+    )
+
+
+def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]:
+    """Yield (ranks, bytes on each before, seconds) of a collective along axes, all
+    groups at once."""
+    ranks = probe.ranks
+    count, group = ranks.mesh.count(axes), ranks.group(axes)
+    me = ranks.mesh.index(ranks.rank, ranks.mesh.ordered(axes))
+    for size in probe.suite.sizes:
+        nbytes = size // count if kind == "all_gather" else size
+        n = max(1, nbytes // 4 // count) * count
+        x = torch.zeros(n, device=probe.device)
+        seconds = probe.median(partial(RUN[kind], x, count, group, me))
+        if seconds is None:
+            return
+        yield count, float(x.nbytes), seconds
+
+
+def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    if x.device.type == "cpu":  # as give_outputs
+        gathered = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
+        torch.ops.fxpar.wait_gather(gathered)
+    else:
+        _C10D.wait_tensor(_C10D.all_gather_into_tensor(x, count, group))
+
+
+def _all_reduce(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    _C10D.wait_tensor(_C10D.all_reduce(x, "sum", group))
+
+
+def _reduce_scatter(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    _C10D.wait_tensor(_C10D.reduce_scatter_tensor(x, "sum", count, group))
+
+
+def _all_to_all(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    splits = [x.numel() // count] * count
+    _C10D.wait_tensor(_C10D.all_to_all_single(x, splits, splits, group))
+
+
+def _permute(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    receive, send = [0] * count, [0] * count
+    receive[me - 1] = send[(me + 1) % count] = x.numel()
+    _C10D.wait_tensor(_C10D.all_to_all_single(x, receive, send, group))
+
+
+# How each collective of ``reshard.steps`` is run, along one group.
+RUN: dict[str, Callable[[torch.Tensor, int, str, int], None]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}

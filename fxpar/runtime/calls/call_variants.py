@@ -153,8 +153,6 @@ class Variants:
     run: dict[int, Callable[..., Any]] = field(default_factory=dict)
     # The number of the variant for sizes.
     keys: dict[Sizes, int] = field(default_factory=dict)
-    # The number of the variant last run for sizes.
-    last: dict[Sizes, int] = field(default_factory=dict)
     # By number: the sizes that a variant with open sizes holds for.
     ranges: dict[int, SizeRange] = field(default_factory=dict)
     # Why the last variant with open sizes could not be made; "" if it could.
@@ -238,13 +236,13 @@ class Calls:
         self.identity = digest(self.text)
         self.options_text = options_text(options, ranks)
         self.options_digest = digest(self.options_text)
-        channel = current()
+        world = current()
         inner = (
             content(gm, inputs, examples),
             options,
             ranks,
             owner,
-            channel and channel.prefix,
+            world and world.prefix,
         )
         key = digest("\n".join(map(str, inner)))
         self.variants = _VARIANTS.setdefault(key, Variants())
@@ -253,7 +251,8 @@ class Calls:
         # Whether any size may be left open.
         self.opens = owner == FORWARD and not takes_more
         self.opens = self.opens and options.microbatches in (None, 1)
-        self.drift = Drift(inputs, examples, self.fed.tensors, ranks.mesh)
+        fed, verify = self.fed.tensors, options.verify
+        self.drift = Drift(inputs, examples, fed, ranks.mesh, verify=verify)
         self.fresh = True  # its inputs were not yet compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
@@ -284,7 +283,7 @@ class Calls:
         for these sizes or one in range (0: none), and whether inputs must be compared
         in full."""
         far = self.job.options.replan is None
-        last = self.variants.last.get(sizes, 0)
+        last = self.variants.keys.get(sizes, 0)
         last = last or self.variants.in_range(sizes, far=far)
         self.heads[sizes] = _head(self._asked(sizes), last, fresh=self.fresh)
         return self.heads[sizes]
@@ -323,7 +322,6 @@ class Calls:
             check_arguments(self.job.named_inputs, args)
             self.drift.settle(args)
         number = agreed or self._new(sizes, args)
-        self.variants.last[sizes] = number
         self.fresh = False
         self.heads.clear()
         self.ready.clear()
@@ -373,8 +371,8 @@ class Calls:
             torch.compiler.reset()
             raise
         self.variants.run.pop(self.variants.keys.get(sizes, 0), None)
-        channel = current()  # the count of meetings is equal on all ranks
-        number = next(_variant_numbers) if channel is None else channel.meetings
+        world = current()  # the count of meetings is equal on all ranks
+        number = next(_variant_numbers) if world is None else world.meetings
         self.variants.keys[sizes] = number
         self.variants.run[number] = run
         if range_ is not None:

@@ -25,7 +25,7 @@ input, or one with a gradient; AOTAutograd makes these.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,11 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import FxparError, PlanError, RankMismatchError
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
-from fxpar.runtime.caches.program_identity import (
-    NamedInput,
-    placeholders,
-)
+from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.program_identity import NamedInput, placeholders
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.call_variants import CompileJob
-from fxpar.runtime.calls.open_sizes import SizeRange
+from fxpar.runtime.calls.open_sizes import SizeRange, open_sizes
 from fxpar.runtime.ranks import drift, mean_gradients, meeting, worlds
 from fxpar.runtime.ranks.meeting import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
@@ -139,10 +137,8 @@ class Compiled:
     compiled: Callable[..., Any]
     # Run at its first call.
     checks: Sequence[Callable[[Sequence[Any]], None]]
-    # None where there was nothing to plan.
-    plan: Plan | None
-    # Specs of its results, by position.
-    results: Mapping[int, Spec]
+    # What was decided; without a plan where there was nothing to plan.
+    program: KnownProgram
     # The request, with the ranks on the mesh that was chosen, without open sizes.
     job: CompileJob
     # The user's line of the graph break that ends the graph, if any.
@@ -151,12 +147,11 @@ class Compiled:
     sizes: SizeRange | None = None
     # The user's line of its last result.
     source_line: str | None = None
-    # Positions of the arguments that it writes to.
-    written: Collection[int] = ()
     # Compiles the graph for the room of all ranks (``rows_to_experts``).
     with_room: WithRoom | None = None
 
     def __post_init__(self) -> None:
+        self.plan, self.written = self.program.plan, self.program.written
         self._names = [x.name for x in self.job.named_inputs]
         self.sent_rows = self.plan.sent_rows if self.plan is not None else ()
         self._of_room = dict[int, Compiled]()
@@ -207,7 +202,9 @@ class Compiled:
         """Return the results as DTensors. One that the graph does not compute (an input
         handed through) is a global value."""
         return type(outputs)(
-            self.job.ranks.dtensor(x, self.results.get(i) or Spec.whole(x.dim()))
+            self.job.ranks.dtensor(
+                x, self.program.results.get(i) or Spec.whole(x.dim())
+            )
             if isinstance(x, torch.Tensor)
             else x
             for i, x in enumerate(outputs)
@@ -350,7 +347,7 @@ def views_of_results(gm: fx.GraphModule) -> list[ResultView]:
     inputs = [*gm.graph.find_nodes(op="placeholder")]
     inputs += gm.graph.find_nodes(op="get_attr")
     input_memory = {_memory_of(x) for x in map(_value, inputs) if x is not None}
-    size_values = dict.fromkeys(_places_of_sizes(gm), 2)
+    size_values = dict.fromkeys((size.name for size in open_sizes(gm)), 2)
     layouts = {
         i: StridedLayout.of(x)
         for i, x in enumerate(values)
@@ -409,16 +406,13 @@ def with_views(
     gm: fx.GraphModule, views: Sequence[ResultView], call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wrap ``call``, of ``return_once``'s graph, to return all results of ``gm``."""
-    count, places = len(gm.graph.output_node().args[0]), _places_of_sizes(gm)
+    count, sizes = len(gm.graph.output_node().args[0]), open_sizes(gm)
     left_out = {view.position for view in views}
     positions = [i for i in range(count) if i not in left_out]
 
     def viewing(*args: Any) -> Any:
         returned = call(*args)
-        size_values = {
-            name: args[i] if d is None else args[i].shape[d]
-            for name, (i, d) in places.items()
-        }
+        size_values = {size.name: size.of(args) for size in sizes}
         results = dict(zip(positions, returned, strict=True))
         for view in views:
             layout, whole = (
@@ -440,16 +434,3 @@ def _with_layout(x: torch.Tensor, layout: StridedLayout) -> torch.Tensor:
     dims = sorted(range(x.dim()), key=lambda d: -layout.stride[d])
     inverse = [dims.index(d) for d in range(x.dim())]
     return x.permute(dims).contiguous().permute(inverse)
-
-
-def _places_of_sizes(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
-    """Map the name of each open size of a Dynamo graph to where its arguments have it:
-    (position of a number, None), or (position of a tensor, dim)."""
-    places: dict[str, tuple[int, int | None]] = {}
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        x = node.meta.get("example_value")
-        sizes = enumerate(x.shape) if isinstance(x, torch.Tensor) else [(None, x)]
-        for d, n in sizes:
-            if _symbols.is_symbol(n):
-                places.setdefault(str(_symbols.expression(n)), (i, d))
-    return places

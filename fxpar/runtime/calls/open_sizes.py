@@ -1,8 +1,7 @@
 """Compares sizes of calls between ranks, and leaves sizes of a Dynamo graph open.
 
 ``Sizes`` has those of one rank's call; where ranks differ all raise the error, since
-every rank knows the sizes of all. Ranks also agree on what they launch on these sizes,
-once each has compiled it. With open sizes one program serves a range of sizes:
+every rank knows the sizes of all. With open sizes one program serves a range of sizes:
 
 In: a graph whose inputs have sizes that Dynamo left open, and the arguments of a call.
 Out: the graph with a symbol among its inputs for each open size, ``OpenProgram``, and
@@ -87,7 +86,14 @@ class Fed:
                 or any(isinstance(size, torch.SymInt) for size in value.shape)
             ):
                 self.tensors.append(i)
-        self.sources = _sources(values)
+        sizes = {
+            str(size): (i, dim)
+            for size, i, dim in reversed(_places(values))
+            if isinstance(size, torch.SymInt) and dim is not None
+        }
+        self.sources = {
+            i: sizes[str(values[i])] for i in self.numbers if str(values[i]) in sizes
+        }
 
     def sizes(self, args: Sequence[Any]) -> Sizes:
         """Return the sizes and numbers among the arguments of a call of one rank."""
@@ -123,31 +129,14 @@ class Fed:
         return meeting.as_reported(InputMismatchError(fact, where=self.where, fix=fix))
 
 
-def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
-    """Map the position of each number that is a size to (input, dim). Of several
-    inputs with that size the first counts."""
-    places: dict[str, tuple[int, int]] = {}
+def _places(values: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
+    """Return each size and number of inputs with its (input, dim); those of tensors
+    first."""
+    places: list[tuple[Any, int, int | None]] = []
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt):
-                    places.setdefault(str(size), (i, dim))
-    return {
-        i: places[str(value)]
-        for i, value in enumerate(values)
-        if isinstance(value, torch.SymInt) and str(value) in places
-    }
-
-
-def agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
-    """Wait until all ranks come to ``tag`` with the same launches, and return whether
-    all compiled: False, on all ranks, if the launches of one are None.
-
-    Raises RankMismatchError if theirs differ, or if one fails or does not come.
-    """
-    text = "\n".join(launches or ())
-    digest = meeting.VOID if launches is None else meeting.digest_of(text)
-    return meeting.agree(tag, digest, text, what="the collectives they launch")
+            places += [(size, i, dim) for dim, size in enumerate(value.shape)]
+    return [*places, *((value, i, None) for i, value in enumerate(values))]
 
 
 class OpenSizesRefused(Exception):
@@ -195,19 +184,15 @@ class OpenSize:
         return int(x if self.dim is None else x.shape[self.dim])
 
 
-def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> list[OpenSize]:
+def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput] = ()) -> list[OpenSize]:
     """Return the sizes that Dynamo left open in the inputs of a graph, each at the
-    first place where it is a bare symbol."""
-    values = [example_of(node) for node in placeholders(gm)]
-    places: list[tuple[Any, int, int | None]] = []
-    for i, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            places += [(size, i, d) for d, size in enumerate(value.shape)]
-    places += [(value, i, None) for i, value in enumerate(values)]
+    first place where it is a bare symbol. ``inputs``: with names for messages."""
+    nodes = placeholders(gm)
+    names = [x.name for x in inputs] or [node.name for node in nodes]
     by_symbol: dict[str, OpenSize] = {}
-    for size, i, dim in places:
+    for size, i, dim in _places([example_of(node) for node in nodes]):
         if is_symbol(size):
-            text = inputs[i].name if dim is None else f"{inputs[i].name}.shape[{dim}]"
+            text = names[i] if dim is None else f"{names[i]}.shape[{dim}]"
             by_symbol.setdefault(str(size), OpenSize(str(size), i, dim, text))
     return list(by_symbol.values())
 

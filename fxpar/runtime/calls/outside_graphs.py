@@ -79,10 +79,8 @@ class _CompiledCallable:
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     # Lines of graph breaks that a warning names.
     broken_at: set[str] = field(default_factory=set)
-    # Whether this rank joined the mesh for it although no graph ran.
-    is_joined: bool = False
     group: Any = None  # a weak reference: the group whose ranks know of it
-    explained: Any = None  # a weak reference: the group when calls were explained
+    is_explained: bool = False  # whether reasons were looked for
     # This process on the mesh of ``group``; None: it takes no part in means.
     ranks: Ranks | None = None
     # Modules that have buffers.
@@ -484,11 +482,10 @@ def _leave() -> None:
         return
     if watched.settings is None:
         return
-    if not call.ran and not watched.is_joined:
-        watched.is_joined = True
+    if not call.ran:
         join(watched.settings)  # as the backend does, which is not called here
-    if not call.ran and watched.local:
-        _note_modules(watched)
+        if watched.local:
+            _note_modules(watched)
     for why, where in _torch.dynamo.graph_breaks_since(call.breaks_before):
         # Nothing was traced before this break, so that no graph ends at it.
         if call.ran and where not in watched.broken_at:
@@ -500,11 +497,10 @@ def _leave() -> None:
 
 def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
     """Warn of code outside of the graphs, after looking for the reasons once."""
-    group = _torch.distributed.default_group()
     if not mean_gradients.is_participating():
         return
-    if watched.explained is None or watched.explained() is not group:
-        watched.explained = weakref.ref(group)
+    if not watched.is_explained:
+        watched.is_explained = True
         _explain(watched, compiled=compiled)
     _say(watched)
 

@@ -111,35 +111,46 @@ def check_same(fed: Sequence[Fed]) -> None:
         "some ranks: DataLoader(drop_last=True)",
         error=InputMismatchError,
     )
-    wrong = differing(fed)
+    share(fed)
+
+
+def share(fed: Sequence[Fed]) -> None:
+    """Do as ``check_same`` for tensors of equal names, shapes and dtypes."""
+    wrong = differing([x for *_, x in fed])
     inputs = [i for i in wrong if fed[i][1] == "input"]
     if inputs:
         names = [fed[i][0] for i in inputs]
         raise differ(names, wrong[inputs[0]], fed[inputs[0]][2].dim())
-    if wrong:
-        take_from_rank_0([fed[i] for i in wrong])
+    for i in wrong:
+        broadcast(fed[i][2])
+    if wrong and meeting.is_leader():
+        kinds = sorted({f"{fed[i][1]}s" for i in wrong}, reverse=True)
+        warn(
+            f"{' and '.join(kinds)} differ between ranks, taken from rank "
+            f"{worlds.global_rank(0)}: {listed(fed[i][0] for i in wrong)}",
+            fix="call torch.manual_seed before the model is made, or load one "
+            "checkpoint",
+        )
 
 
-def differing(fed: Sequence[Fed]) -> dict[int, int]:
+def differing(
+    tensors: Sequence[torch.Tensor], models: Sequence[Sequence[int]] | None = None
+) -> dict[int, int]:
     """Return, by the position of each tensor that differs between ranks, the first rank
-    whose bytes differ from rank 0's. All ranks must call this, with equally many
-    tensors."""
-    sums = checksums([x for *_, x in fed])
-    every = zip(*meeting.gather_data("values", sums), strict=True)
-    return {
-        i: rank
-        for i, each in enumerate(every)
-        if (rank := meeting.first_other(each)) is not None
-    }
-
-
-def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the ``checksum`` of each tensor."""
+    whose bytes differ from those of its model: rank 0, or for each tensor a rank for
+    each rank. All ranks must call this, with equally many tensors."""
     if not tensors:
-        return []
+        return {}
     device = tensors[0].device
-    numbers: list[int] = torch.stack([checksum(x).to(device) for x in tensors]).tolist()
-    return numbers
+    sums = torch.stack([checksum(x).to(device) for x in tensors]).tolist()
+    wrong: dict[int, int] = {}
+    columns = zip(*meeting.gather_data("values", sums), strict=True)
+    for i, each in enumerate(columns):
+        of = models[i] if models else [0] * len(each)
+        others = (rank for rank, model in enumerate(of) if each[rank] != each[model])
+        if (rank := next(others, None)) is not None:
+            wrong[i] = rank
+    return wrong
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -306,22 +317,6 @@ def differ(names: Sequence[str], rank: int, dims: int) -> InputMismatchError:
             "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
         )
     return meeting.as_reported(InputMismatchError(fact, fix=fix))
-
-
-def take_from_rank_0(fed: Sequence[Fed]) -> None:
-    """Fill parameters and buffers that differ with those of the first rank of the
-    world, and warn."""
-    for *_, x in fed:
-        broadcast(x)
-    kinds = sorted({f"{kind}s" for _, kind, _ in fed}, reverse=True)
-    if meeting.is_leader():
-        warn(
-            f"{' and '.join(kinds)} differ between ranks, taken from rank "
-            f"{worlds.global_rank(0)}: "
-            f"{listed(name for name, *_ in fed)}",
-            fix="call torch.manual_seed before the model is made, or load one "
-            "checkpoint",
-        )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,47 +8,45 @@ call).
 - *Inputs*: sums of their bytes are compared at every call; a difference is an error.
 - *Parameters and buffers* that several ranks hold are compared in full at the first
   call (``check_inputs``). Later one rank alone may write to them. So a word has the
-  number of writes in place to each since all were equal, and at many calls some
-  elements of one of them, of another one each time, for writes that torch does not
-  count (to ``.data``). If these differ, ranks compare everything in full at once.
-  Different numbers of writes with equal values (one rank loads, then broadcasts), and
-  differences of rounding, are no errors; after each such comparison the next one waits
-  longer.
+  number of writes in place to each since all were equal; if these differ, ranks compare
+  everything in full at once. Different numbers of writes with equal values (one rank
+  loads, then broadcasts), and differences of rounding, are no errors; after each such
+  comparison the next one waits longer.
 - *Sharded parameters*, of which no two ranks hold the same part: the numbers of writes
-  and the steps of optimizers must be equal.
+  must be equal, and the model the same.
 - *Gradients* that reach a backward from code that is not compiled must belong to one
   loss, equal on all ranks up to rounding. Noise from a rank's own seed, or a rank's own
   labels, would give partial gradients that nobody sums.
+
+With ``FXPAR_VERIFY`` parameters and buffers are compared in full at every call, which
+finds writes that torch does not count (to ``.data``), and so are the learning rates of
+their optimizers.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import operator
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
-from fxpar.errors import FxparError, GradientError, InputMismatchError
+from fxpar.errors import GradientError, InputMismatchError
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs, meeting, worlds
 from fxpar.runtime.ranks.check_inputs import is_drift, on_its_way, sample, sketch
-from fxpar.runtime.ranks.groups import HOME, OnMesh
+from fxpar.runtime.ranks.groups import HOME
 from fxpar.runtime.ranks.meeting import meetings
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
 
 # Meetings that pass at most between two comparisons in full that show no error.
 _LONGEST = 64
-# Mean number of meetings after which elements are read again, which costs some tens of
+# Mean number of meetings after which gradients are read again, which costs some tens of
 # microseconds (or several launches): not whole, so that among graphs that are called in
 # turn each is compared. On the CPU they are read at each of the first meetings.
 _SPACING, _FIRST = (11 + 5**0.5) / 2, 32
@@ -103,9 +101,13 @@ class Drift:
         examples: Sequence[Any],
         fed: Iterable[int],
         mesh: Mesh,
+        *,
+        verify: bool,
     ) -> None:
-        """``fed``: positions of tensors among the arguments whose shapes may vary."""
+        """``fed``: positions of tensors among the arguments whose shapes may vary;
+        ``verify``: whether to compare parameters and buffers in full at every call."""
         several = mesh.size > 1
+        self.verify = verify and several
         # Inputs, those on the CPU first: position -> (name, count of dims).
         self.fed = {
             i: (inputs[i].name, examples[i].dim())
@@ -114,24 +116,23 @@ class Drift:
             and inputs[i].kind == "input"
             and not isinstance(examples[i], DTensor)
         }
-        state = [
-            (i, entry)
-            for i, (entry, x) in enumerate(zip(inputs, examples, strict=True))
-            if entry.kind in ("parameter", "buffer") and isinstance(x, torch.Tensor)
-        ]
-        of_rank = {i: _models(examples[i], mesh) for i, _ in state}
-        own = tuple(range(mesh.size))
-        self.held = [
-            _Held(i, entry.name, entry.kind, models, _is_exact(examples[i]))
-            for i, entry in state
-            if (models := of_rank[i]) and models != own
-        ]
+        self.held: list[_Held] = []
         # By position, names of tensors of which every rank holds a different part.
-        self.parts = {i: entry.name for i, entry in state if of_rank[i] == own}
+        self.parts: dict[int, str] = {}
         # Position of a tensor of ``fxpar.shard``, on a mesh of several ranks.
-        self.at_rest = next(
-            (i for i, _ in state if several and isinstance(examples[i], DTensor)), None
-        )
+        self.at_rest: int | None = None
+        for i, (entry, x) in enumerate(zip(inputs, examples, strict=True)):
+            if entry.kind == "input" or not (several and isinstance(x, torch.Tensor)):
+                continue
+            if self.at_rest is None and isinstance(x, DTensor):
+                self.at_rest = i
+            models = _models(x, mesh)
+            if models == tuple(range(mesh.size)):
+                self.parts[i] = entry.name
+            elif models is not None:
+                is_exact = not (x.is_floating_point() or x.is_complex())
+                held = _Held(i, entry.name, entry.kind, models, is_exact)
+                self.held.append(held)
         # Writes to each tensor until this call, and until all ranks were last equal.
         self._now: tuple[int, ...] = ()
         self._equal: tuple[int, ...] = ()
@@ -139,35 +140,49 @@ class Drift:
         # another.
         self._looks, self._pause_ends = 0, 0
         self._sums: Callable[[], list[Any]] = list  # of the last inputs on a device
-        self._readings: list[_Reading] = []  # elements to compare
 
     def word(self, args: Sequence[Any]) -> str:
-        """Return this rank's word for the meeting of this call."""
-        state = self._written(args), self._elements(args)
-        fields = self._fed_sums(args), *state, self._parts_word(args)
-        return _as_text([*fields, [x.read() for x in _take_due(_GRADIENTS, _IN_WORD)]])
+        """Return this rank's word for the meeting of this call: sums of inputs, the
+        number of the model, hashes of how often parts and other tensors were written
+        to, and gradients."""
+        self._now = _torch.objects.versions_of([args[x.place] for x in self.held])
+        writes = 0  # as on all ranks
+        if self._now != self._equal:
+            writes = hash(_written_since(self._now, self._equal))
+        home = self.at_rest is not None and getattr(args[self.at_rest], HOME, None)
+        number = home.round if home else 0
+        parts = hash(self._parts_written(args)) if self.parts else 0
+        fields = number, parts, writes, _gradients_due()
+        return _as_text([self._fed_sums(args), *fields])
 
     def compare(self, words: Sequence[str], args: Sequence[Any], *, held: bool) -> None:
         """Raise InputMismatchError or GradientError, on all ranks, if values differ
         that must be equal. ``held``: whether to compare parameters and buffers, too."""
-        if len(set(words)) == 1:
-            self._equal = self._now if held else self._equal
-            return
-        columns = zip(*map(json.loads, words), strict=True)
-        fed, writes, elements, parts, gradients = columns
-        self._compare_fed(fed)
-        self._compare_parts(parts, args)
-        if held and (len(set(writes)) > 1 or self._are_far(elements)):
-            if not self._is_paused():
-                self.look(args)
+        differ, error = False, None
+        if len(set(words)) > 1:
+            columns = zip(*map(json.loads, words), strict=True)
+            fed, numbers, parts, writes, gradients = columns
+            self._compare_fed(fed)
+            if (rank := meeting.first_other(numbers)) is not None:
+                raise _reported(
+                    f"rank {worlds.global_rank(rank)} calls another model of "
+                    f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
+                    "same structure",
+                    _MODEL_FIX,
+                )
+            if len(set(parts)) > 1:
+                raise self._parts_error(args)
+            differ, error = len(set(writes)) > 1, _gradient_error(gradients)
+        if held:
+            looks = self.verify or error is not None or (differ and self._may_look())
+            if looks:
+                self.look(args)  # raises if a parameter is the cause
+            if looks or not differ:
                 self._equal = self._now
-        elif held:
-            self._equal = self._now
-        error = _compare_gradients(gradients)
         if error is not None:
-            if held:
-                self.look(args)  # raises if the cause is a parameter
             raise error
+        if held and self.verify:
+            self._compare_rates(args)
 
     def settle(self, args: Sequence[Any]) -> None:
         """Note that all ranks were just made to hold equal values."""
@@ -188,48 +203,13 @@ class Drift:
             if (rank := meeting.first_other(sums)) is not None:
                 raise check_inputs.differ([name], rank, dims)
 
-    def _written(self, args: Sequence[Any]) -> int:
-        """Return a hash of how often tensors were written to; 0: as on all ranks."""
-        tensors = [args[x.place] for x in self.held]
-        self._now = _torch.objects.versions_of(tensors) if tensors else ()
-        if self._now == self._equal:
-            return 0
-        return hash(_written_since(self._now, self._equal))
-
-    def _elements(self, args: Sequence[Any]) -> list[tuple[int, list[float]]]:
-        """Return at some calls the index of a tensor with a sketch of some elements, on
-        a device as they were at an earlier call."""
-        if not self.held:
-            return []
-        turn = sample_turn(
-            meetings(), on_cpu=args[self.held[0].place].device.type == "cpu"
-        )
-        if turn is not None:
-            turn, n = divmod(turn, len(self.held))
-            values = _values(args[self.held[n].place])
-            self._readings.append(_Reading.of_elements(n, values, turn))
-        return [(x.of, x.read()) for x in _take_due(self._readings)]
-
-    def _are_far(self, ranks: Sequence[Sequence[tuple[int, list[float]]]]) -> bool:
-        """Return whether elements differ that must be equal."""
-        if len({tuple(n for n, _ in each) for each in ranks}) > 1:
-            return True
-        for readings in zip(*ranks, strict=True):
-            held, sketches = self.held[readings[0][0]], [x for _, x in readings]
-            differs = operator.ne if held.is_exact else _is_far
-            models = (sketches[model] for model in held.models)
-            if any(map(differs, sketches, models)):
-                return True
-        return False
-
-    def _is_paused(self) -> bool:
-        """Return whether it is too early for another comparison in full; if not, count
-        one."""
+    def _may_look(self) -> bool:
+        """Return whether it is time for another comparison in full, and count it."""
         if meetings() < self._pause_ends:
-            return True
+            return False
         self._looks += 1
         self._pause_ends = meetings() + min(2**self._looks, _LONGEST)
-        return False
+        return True
 
     def look(self, args: Sequence[Any]) -> None:
         """Compare in full the parameters and buffers of all ranks, which must call this
@@ -237,66 +217,56 @@ class Drift:
         if not self.held:
             return
         values = [_values(args[x.place]) for x in self.held]
-        sums = check_inputs.checksums(values)
+        differing = check_inputs.differing(values, [x.models for x in self.held])
+        if not differing:
+            return
         writes = _written_since(self._now, self._equal)
-        sketches = [sketch(x).tolist() for x in values]
-        rows = [*map(list, zip(sums, writes, sketches, strict=True))]
-        gathered = meeting.gather_data("parameters and buffers", rows)
-        # By tensor: the first rank that differs, and the rows of both.
-        differing: dict[int, tuple[int, Any, Any]] = {}
-        for i, held in enumerate(self.held):
-            for rank, model in enumerate(held.models):
-                own, other = gathered[rank][i], gathered[model][i]
-                if own[0] != other[0]:
-                    differing.setdefault(i, (rank, own, other))
-        alone = [i for i, (_, own, other) in differing.items() if own[1] != other[1]]
-        pairs = [(own[2], other[2]) for _, own, other in differing.values()]
-        is_exact = any(self.held[i].is_exact for i in differing)
-        wrong = alone or ([*differing] if is_exact or is_drift(pairs) else [])
+        own_rows = {i: [writes[i], sketch(values[i]).tolist()] for i in differing}
+        rows = meeting.gather_data("parameters and buffers", own_rows)
+        # By tensor: the rows of the first rank that differs, and of its model.
+        pairs = {
+            i: (rows[rank][str(i)], rows[self.held[i].models[rank]][str(i)])
+            for i, rank in differing.items()
+        }
+        alone = [i for i, (own, other) in pairs.items() if own[0] != other[0]]
+        is_far = is_drift((own[1], other[1]) for own, other in pairs.values())
+        is_far |= any(self.held[i].is_exact for i in differing)
+        wrong = alone or ([*differing] if is_far else [])
         if wrong:
-            rank, *_ = differing[wrong[0]]
+            rank = differing[wrong[0]]
             raise _drift_error([self.held[i] for i in wrong], rank, alone=bool(alone))
 
-    def _parts_word(self, args: Sequence[Any]) -> str:
-        """Return how often sharded tensors were written to, the optimizer steps since
-        the last call, and the number of their model."""
-        if self.at_rest is None:
-            return ""
-        parts = [args[i] for i in self.parts]
-        model = getattr(args[self.at_rest], HOME, None)
-        number = 0 if model is None else model.round
-        writes = hash(_torch.objects.versions_of(parts))
-        return f"{writes:x} {_steps_word(parts)} {number}"
-
-    def _compare_parts(self, words: Sequence[str], args: Sequence[Any]) -> None:
-        """Raise InputMismatchError if ranks wrote different numbers of times to a
-        sharded parameter, took different steps of its optimizer, or call different
-        models of one structure."""
-        if len(set(words)) == 1:
-            return
-        _, every, models = zip(*(word.split(" ") for word in words), strict=True)
-        if (rank := meeting.first_other(models)) is not None:
-            raise _reported(
-                f"rank {worlds.global_rank(rank)} calls another model of "
-                f"fxpar.shard than rank {worlds.global_rank(0)}: both have the "
-                "same structure",
-                _MODEL_FIX,
-            )
+    def _compare_rates(self, args: Sequence[Any]) -> None:
+        """Raise InputMismatchError, on all ranks, if learning rates of the optimizers
+        of this graph's parameters differ."""
+        ours = {id(args[i]) for i in (*self.parts, *(x.place for x in self.held))}
+        texts = set[str]()
+        for optimizer in _torch.objects.live_optimizers():
+            if any(id(p) in ours for p in _torch.objects.parameters_of(optimizer)):
+                rates = (f"{float(g.get('lr', 0))}" for g in optimizer.param_groups)
+                texts.add(f"{type(optimizer).__name__}({','.join(rates)})")
+        every = meeting.gather_data("learning rates", "+".join(sorted(texts)))
         if (rank := meeting.first_other(every)) is not None:
             raise _reported(
-                "optimizers of sharded parameters took different steps on "
-                f"different ranks (learning rates by group): {every[0] or 'none'} "
-                f"on {meeting.named([0])}, {every[rank] or 'none'} on "
-                f"{meeting.named([rank])}",
+                "optimizers have different learning rates on different ranks: "
+                f"{every[0] or 'none'} on {meeting.named([0])}, "
+                f"{every[rank] or 'none'} on {meeting.named([rank])}",
                 _STEP_FIX,
             )
-        own = _torch.objects.versions_of([args[i] for i in self.parts])
+
+    def _parts_written(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return _torch.objects.versions_of([args[i] for i in self.parts])
+
+    def _parts_error(self, args: Sequence[Any]) -> InputMismatchError:
+        """Return the error for ranks that wrote different numbers of times to a sharded
+        parameter; all ranks call this."""
+        own = self._parts_written(args)
         columns = list(zip(*meeting.gather_data("writes", own), strict=True))
         differing = [i for i, counts in enumerate(columns) if len(set(counts)) > 1]
         name, counts = list(self.parts.values())[differing[0]], columns[differing[0]]
         rank = meeting.first_other(counts) or 0
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-        raise _reported(
+        return _reported(
             f"parameter {name}{more}, of which each rank holds a part, was "
             f"written to {counts[0]} times on rank {worlds.global_rank(0)} and "
             f"{counts[rank]} times on rank {worlds.global_rank(rank)}",
@@ -311,8 +281,8 @@ def _written_since(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]
 
 def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     """Return for each rank the first rank that holds the same part of a tensor; None if
-    some ranks hold nothing of it, or there is one rank."""
-    if mesh.size == 1 or x.device.type == "meta":
+    some ranks hold nothing of it."""
+    if x.device.type == "meta":
         return None
     if not isinstance(x, DTensor):
         return (0,) * mesh.size
@@ -325,17 +295,15 @@ def _models(x: torch.Tensor, mesh: Mesh) -> tuple[int, ...] | None:
     return None if None in parts else tuple(map(parts.index, parts))
 
 
-def _is_exact(x: torch.Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
-
-
 def _values(x: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds."""
     with torch.no_grad():
         return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
-def _drift_error(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparError:
+def _drift_error(
+    wrong: Sequence[_Held], rank: int, *, alone: bool
+) -> InputMismatchError:
     """Return the error that every rank raises. ``alone``: whether ranks count different
     writes to the tensors."""
     kinds = sorted({held.kind for held in wrong}, reverse=True)
@@ -354,100 +322,28 @@ def _drift_error(wrong: Sequence[_Held], rank: int, *, alone: bool) -> FxparErro
     )
 
 
-def _reported(fact: str, fix: str) -> FxparError:
+def _reported(fact: str, fix: str) -> InputMismatchError:
     return meeting.as_reported(InputMismatchError(fact, fix=fix))
 
 
 def sample_turn(number: int, *, on_cpu: bool) -> int | None:
-    """Return how many meetings before the one of this number compared elements; None if
-    that one compares none."""
+    """Return how many meetings before the one of this number compared gradients; None
+    if that one compares none."""
     if on_cpu and number < _FIRST:
         return number
     turn = int(number / _SPACING)
     return turn + _FIRST if turn > int((number - 1) / _SPACING) else None
 
 
-# The last steps of optimizers since a graph read the tensors that they update, by the
-# model that owns the tensors.
-_STEPS: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def note_steps() -> None:
-    """Let each call compare the steps since the last call of the optimizers of its
-    sharded tensors."""
-
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        owners = _owners(_torch.objects.parameters_of(optimizer))
-        if not owners:
-            return
-        rates = (
-            "?" if isinstance(rate := group.get("lr"), torch.Tensor) else f"{rate}"
-            for group in optimizer.param_groups
-        )
-        step = f"{type(optimizer).__name__}({','.join(rates)})"
-        for owner in owners:
-            _STEPS.setdefault(owner, deque(maxlen=64)).append(step)
-
-    register_optimizer_step_pre_hook(note)
-
-
-def _owners(parts: Iterable[torch.Tensor]) -> list[OnMesh]:
-    """Return the models that own tensors, each once."""
-    owners = dict.fromkeys(getattr(part, HOME, None) for part in parts)
-    return [owner for owner in owners if owner is not None]
-
-
-def _steps_word(parts: Sequence[torch.Tensor]) -> str:
-    """Return the optimizer steps since the last call that read these models."""
-    if not _STEPS:
-        return ""
-    steps = (step for owner in _owners(parts) for step in _STEPS.pop(owner, ()))
-    return "+".join(steps).replace(" ", "")
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Is a sketch of some elements of a tensor, to be compared at a later call."""
-
-    of: Any  # index of a parameter; of a gradient, the user's line of its result
-    read: Callable[[], list[Any]]  # the sketch
-    due: int  # number of a meeting late enough not to wait for a device
-
-    @staticmethod
-    def of_elements(of: Any, x: torch.Tensor, turn: int) -> _Reading:
-        due = meetings() + (0 if x.device.type == "cpu" else 2)
-        return _Reading(of, on_its_way(sketch(sample(x, turn))), due)
-
-
-def _is_far(one: list[float], other: list[float]) -> bool:
-    """Return whether two sketches differ by more than rounding; NaN is equal to NaN."""
-    return repr(one) != repr(other) and is_drift([(one, other)])
-
-
-def _take_due(
-    readings: list[_Reading], in_word: list[_Reading] | None = None
-) -> list[_Reading]:
-    """Return the readings that are due at this call, which then are no longer among
-    ``readings``; they are also put in ``in_word``."""
-    now = meetings() + 1
-    due = [x for x in readings if x.due <= now]
-    readings[:] = [x for x in readings if x.due > now]
-    if in_word is not None:
-        in_word[:] = due
-    return due
-
-
-# Gradients to compare, in the order in which they came; those in this call's word.
-_GRADIENTS: list[_Reading] = []
-_IN_WORD: list[_Reading] = []
+# Gradients to compare, in the order in which they came: the number of a meeting late
+# enough not to wait for a device, the user's line of a result, and what reads a sketch
+# of some elements.
+_GRADIENTS: list[tuple[int, str | None, Callable[[], list[Any]]]] = []
 
 
 def forget() -> None:
-    """Drop steps and gradients that were noted, of programs that are gone."""
-    _STEPS.clear()
+    """Drop gradients that were noted, of programs that are gone."""
     _GRADIENTS.clear()
-    _IN_WORD.clear()
 
 
 def note_gradients(source_line: str | None, gradients: Sequence[Any]) -> None:
@@ -459,25 +355,37 @@ def note_gradients(source_line: str | None, gradients: Sequence[Any]) -> None:
     for x in gradients:
         if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
             continue
-        turn = sample_turn(now, on_cpu=x.device.type == "cpu")
+        on_cpu = x.device.type == "cpu"
+        turn = sample_turn(now, on_cpu=on_cpu)
         if turn is not None and len(_GRADIENTS) < _MOST:
-            _GRADIENTS.append(_Reading.of_elements(source_line, x, turn))
+            due, read = now + (0 if on_cpu else 2), on_its_way(sketch(sample(x, turn)))
+            _GRADIENTS.append((due, source_line, read))
 
 
-def _compare_gradients(ranks: Sequence[Sequence[list[float]]]) -> GradientError | None:
+def _gradients_due() -> list[tuple[str | None, list[float]]]:
+    """Return lines and sketches of the gradients that are due at this call, which then
+    are no longer kept."""
+    now = meetings() + 1
+    due = [(line, read()) for number, line, read in _GRADIENTS if number <= now]
+    _GRADIENTS[:] = [x for x in _GRADIENTS if x[0] > now]
+    return due
+
+
+def _gradient_error(ranks: Sequence[Sequence[Any]]) -> GradientError | None:
     """Return the error to raise on all ranks if their gradients differ by more than
-    rounding. Different numbers of gradients, as of a rank that left out a backward, are
-    found elsewhere."""
+    rounding (NaN is equal to NaN). Different numbers of gradients, as of a rank that
+    left out a backward, are found elsewhere."""
     if len({*map(len, ranks)}) > 1:
         return None
-    for gradient, *sketches in zip(_IN_WORD, *ranks, strict=True):
-        for rank, own in enumerate(sketches):
-            if _is_far(own, sketches[0]):
+    for readings in zip(*ranks, strict=True):
+        line, first = readings[0]
+        for rank, (_, own) in enumerate(readings):
+            if repr(own) != repr(first) and is_drift([(own, first)]):
                 error = GradientError(
                     "gradients of results of a compiled graph differed between ranks: "
                     "code that is not compiled computes another loss of them on rank "
                     f"{worlds.global_rank(rank)} than on rank {worlds.global_rank(0)}",
-                    where=gradient.of,
+                    where=line,
                     fix=_LOSS_FIX,
                 )
                 return meeting.as_reported(error)

@@ -325,15 +325,15 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
 def _meet_members(members: Sequence[int], name: str) -> str:
     """Return once all members of a process group are about to make it, with a name
     that no other group has or had. Raises RankMismatchError if one does not come."""
-    channel, seconds = meeting.all_ranks(), patience_limit()
-    if channel is None:
+    every, seconds = meeting.all_ranks(), patience_limit()
+    if every is None:
         return f"fxpar/group/{name}/{members[0]}"
-    life, rank = _life().group, members.index(channel.rank)
+    life, rank = _life().group, members.index(every.rank)
     # Places along an axis have names such as "dp=2/dp/0", too.
     own_name = f"group/{name}/{members[0]}"
     with worlds.inside(World(own_name, members, rank, life, life)):
         meeting.meet(f"the process group {name}", "", seconds=seconds)
-    return f"{channel.prefix}/{own_name}"
+    return f"{every.prefix}/{own_name}"
 
 
 def axes_of_group(group: str) -> tuple[str, ...] | None:

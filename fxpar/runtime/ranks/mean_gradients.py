@@ -14,7 +14,8 @@ In a backward a rank launches a bucket once it is complete and all buckets that 
 expected before it are launched, so that all ranks launch the same buckets in the same
 order. When the backward ends all ranks meet, by one word without a collective, which
 says how many buckets a rank launched and which parameters it touched; then all launch
-the other buckets.
+the other buckets. Where ``.grad`` is a view of a bucket already, as in the backwards
+that accumulate after the first, a gradient is added to it and reduced in place.
 
 A gradient comes in two ways: autograd accumulates it, or a compiled backward hands it
 over as soon as it is computed (``passes.order.hand_over``), and autograd gets None.
@@ -92,26 +93,6 @@ class Watched:
             )
         return p.grad
 
-    def take(self) -> torch.Tensor | None:
-        """Return ``.grad`` and set it to None."""
-        gradient, p = self.gradient(), self.ref()
-        if gradient is not None and p is not None:
-            p.grad = None
-        return gradient
-
-    def give(self, mean: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Set ``.grad`` to ``gradient`` with the values of ``mean``; None: to
-        ``mean``."""
-        p = self.ref()
-        if p is None:
-            return
-        if gradient is not None:
-            gradient.copy_(mean)
-        else:
-            gradient = mean.detach()
-        if p.grad is not gradient:
-            p.grad = gradient
-
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient: those of its parameter, if without gaps."""
@@ -123,12 +104,17 @@ class BucketMemory:
     """Holds the memory of a bucket's gradients."""
 
     flat: torch.Tensor  # all gradients, one after the other; 1-D
-    slots: list[torch.Tensor]  # a view for each, with its parameter's strides
+    # One for each, in the memory of ``flat``, with its parameter's strides.
+    slots: list[torch.Tensor]
     unused: int  # the ``memory_uses`` of ``flat`` while no ``.grad`` is a view of it
 
-    def is_free(self) -> bool:
-        """Return whether nothing else holds a view of it."""
-        return _torch.objects.memory_uses(self.flat) == self.unused
+    def is_free(self, own: int = 0) -> bool:
+        """Return whether nothing else but ``own`` tensors holds a view of it."""
+        return _torch.objects.memory_uses(self.flat) == self.unused + own
+
+    def has(self, gradient: torch.Tensor | None, member: Watched) -> bool:
+        """Return whether the gradient of a member is its slot."""
+        return gradient is not None and gradient.is_set_to(self.slots[member.index])
 
 
 @dataclass(eq=False)
@@ -149,16 +135,22 @@ class Bucket:
         """Return the ranks that reduce it."""
         return self.members[0].over
 
-    def memory(self) -> BucketMemory:
-        """Return memory for the gradients of a backward, with any values."""
+    def memory(self, is_waiting: Callable[[Watched], bool]) -> BucketMemory:
+        """Return memory for the gradients of a backward: that of ``.grad`` of members,
+        or one with any values. ``is_waiting``: of a member, whether its ``.grad`` is to
+        stay as it is."""
         for memory in self.memories:
             if memory.is_free():
+                return memory
+            reduced = (m for m in self.members if not is_waiting(m))
+            if memory.is_free(sum(memory.has(m.gradient(), m) for m in reduced)):
                 return memory
         sizes = [torch.Size(shape).numel() for shape, _ in self.shapes]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         starts = accumulate(sizes, initial=0)
+        # Unlike views, they count their writes each by itself.
         slots = [
-            flat.as_strided(shape, strides, start)
+            flat.new_empty(0).set_(flat.untyped_storage(), start, shape, strides)
             for (shape, strides), start in zip(self.shapes, starts, strict=False)
         ]
         memory = BucketMemory(flat, slots, _torch.objects.memory_uses(flat))
@@ -409,6 +401,10 @@ class _Filling:
     missing: int  # how many members probably still get a gradient
     # Members whose gradient was handed over, with the last write to ``.grad`` then.
     handed: dict[Watched, Any] = field(default_factory=dict)
+    # Those of them whose ``.grad`` it was added to.
+    in_place: set[Watched] = field(default_factory=set)
+    # Values of ``.grad`` in the memory of members that had no gradient.
+    untouched: dict[Watched, torch.Tensor] = field(default_factory=dict)
     # Waits for its reduction; None before that is launched.
     wait: Callable[[], None] | None = None
 
@@ -493,7 +489,7 @@ class _Backward:
         if filling.wait is not None:
             self.late.add(place)
         elif is_final and watched.early:
-            self._advance(place, filling)
+            self.advance(watched)
 
     def hand(self, watched: Watched, gradient: torch.Tensor) -> bool:
         """Take a gradient in place of autograd, and return whether that is possible."""
@@ -507,7 +503,10 @@ class _Backward:
         if filling.wait is not None or gradient.shape != slot.shape:
             return False
         scale = 1 / watched.over.count
-        if watched in filling.handed:
+        if filling.memory.has(watched.gradient(), watched):
+            slot.add_(gradient)
+            filling.in_place.add(watched)
+        elif watched in filling.handed:
             slot.add_(gradient, alpha=scale)
         else:
             torch.mul(gradient, scale, out=slot)
@@ -515,25 +514,21 @@ class _Backward:
         self.counts[place] = self.counts.get(place, 0) + 1
         return True
 
-    def handed(self, watched: Sequence[Watched]) -> None:
-        """Launch buckets that are complete now that gradients were handed over."""
-        for each in watched:
-            assert each.place is not None
-            assert each.bucket is not None
-            self._advance(each.place, self.filling[each.bucket])
-
     def _filling(self, bucket: Bucket) -> _Filling:
         filling = self.filling.get(bucket)
         if filling is None:
             places = [member.place for member in bucket.members]
             missing = sum(place in self.usual for place in places)
-            filling = self.filling[bucket] = _Filling(bucket.memory(), missing)
+            memory = bucket.memory(self.reducer.is_waiting)
+            filling = self.filling[bucket] = _Filling(memory, missing)
         return filling
 
-    def _advance(self, place: int, filling: _Filling) -> None:
+    def advance(self, watched: Watched) -> None:
         """Count one more gradient, and launch complete buckets, in order."""
-        if self.counts[place] == self.usual.get(place):
-            filling.missing -= 1
+        assert watched.place is not None
+        assert watched.bucket is not None
+        if self.counts[watched.place] == self.usual.get(watched.place):
+            self.filling[watched.bucket].missing -= 1
         while self.launched < len(self.order):
             bucket = self.order[self.launched]
             filling = self._filling(bucket)
@@ -541,10 +536,10 @@ class _Backward:
                 return
             self._launch(bucket, filling)
             for member in bucket.members:
-                if self.reducer.is_waiting(member):
+                gradient, p = member.gradient(), member.ref()
+                if gradient is None or p is None or self.reducer.is_waiting(member):
                     continue
-                if (gradient := member.take()) is not None:
-                    self.state.detached_gradients[member] = gradient
+                self.state.detached_gradients[member], p.grad = gradient, None
             self.launched += 1
 
     def _launch(self, bucket: Bucket, filling: _Filling) -> None:
@@ -552,7 +547,17 @@ class _Backward:
         scale = 1 / bucket.over.count
         for member, slot in zip(bucket.members, filling.memory.slots, strict=True):
             gradient = member.gradient()
-            if gradient is None:
+            if filling.memory.has(gradient, member):
+                if member.place not in self.counts:
+                    filling.untouched[member] = slot.clone()
+                slot.mul_(scale)
+            elif member in filling.in_place:
+                raise GradientError(
+                    f"the gradient of parameter {member.name} was replaced while a "
+                    "backward added to it",
+                    fix="set .grad between backwards, not in a hook",
+                )
+            elif gradient is None:
                 if member not in filling.handed:
                     slot.zero_()
             elif member in filling.handed:
@@ -595,7 +600,7 @@ class _Backward:
         for bucket, filling in self.filling.items():
             if filling.wait is not None:
                 filling.wait()
-                self._write(bucket, filling.memory, touched, sums)
+                self._write(bucket, filling, touched, sums)
         reducer.note(touched)
         if len(reducer.usual) > _HISTORY:
             reducer.usual.clear()
@@ -604,21 +609,29 @@ class _Backward:
     def _write(
         self,
         bucket: Bucket,
-        memory: BucketMemory,
+        filling: _Filling,
         touched: int,
         sums: Mapping[Watched, torch.Tensor],
     ) -> None:
         """Set ``.grad`` of members that some rank touched to the mean."""
-        for member, mean in zip(bucket.members, memory.slots, strict=True):
+        for member, mean in zip(bucket.members, filling.memory.slots, strict=True):
             assert member.place is not None
             if not touched >> member.place & 1:
+                if member in filling.untouched:
+                    mean.copy_(filling.untouched[member])
                 continue
             if member in sums:
                 mean.add_(sums[member])
             p, gradient = member.ref(), self.state.detached_gradients.pop(member, None)
-            if gradient is None and p is not None:
-                gradient = p.grad
-            member.give(mean, gradient)
+            if p is None:
+                continue
+            gradient = p.grad if gradient is None else gradient
+            if gradient is None:
+                gradient = mean.detach()
+            elif not gradient.is_set_to(mean):
+                gradient.copy_(mean)
+            if p.grad is not gradient:
+                p.grad = gradient
 
     def _sum_late(self, late: int) -> dict[Watched, torch.Tensor]:
         """Return the means of gradients that came after their bucket was launched, on
@@ -836,13 +849,11 @@ def _agree_on(
     digest = meeting.digest_of(text)
     what = f"the parameters that are trained, at {where}"
     meeting.agree(f"parameters at {where}", digest, text, what=what, fix=_FIX)
-    values: list[tuple[str, str, torch.Tensor | None]]
-    values = [(each.name, "parameter", each.ref()) for each in parameters]
-    values += [(key, "buffer", x) for key, x in (buffers or {}).items()]
-    fed = [(name, kind, x) for name, kind, x in values if x is not None]
-    wrong = check_inputs.differing(fed) if fed else ()
-    if wrong:
-        check_inputs.take_from_rank_0([fed[i] for i in wrong])
+    pairs = ((each.name, each.ref()) for each in parameters)
+    fed: list[check_inputs.Fed]
+    fed = [(name, "parameter", p) for name, p in pairs if p is not None]
+    fed += [(key, "buffer", x) for key, x in (buffers or {}).items()]
+    check_inputs.share(fed)
 
 
 @dataclass(eq=False)
@@ -854,50 +865,41 @@ class _Handing:
     # Positions of arguments whose gradient was taken.
     positions_handed: set[int] = field(default_factory=set)
 
-    def take(
-        self,
-        gradients: Sequence[torch.Tensor],
-        inputs: Sequence[int],
-        holders: Sequence[int],
-    ) -> None:
-        """Take the gradients that autograd would only accumulate, and free their memory
-        if no more than ``holders`` tensors share it."""
-        backward, watched = None, []
-        for gradient, position, most in zip(gradients, inputs, holders, strict=True):
-            leaf = _torch.aot.accumulating(self.nodes.get(position))
-            if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
-                continue
-            each = self.reducer.watched.get(id(leaf))
-            if each is None or not each.early or not each.has_hook or each.is_left:
-                continue
-            if self.reducer.is_waiting(each):
-                continue
-            backward = backward or self.reducer.begun()
-            if backward.hand(each, gradient):
-                self.positions_handed.add(position)
-                watched.append(each)
-                if _torch.objects.memory_uses(gradient) < most + _ONE_USE:
-                    gradient.untyped_storage().resize_(0)
-        if backward is not None:
-            backward.handed(watched)
-
 
 # The ``memory_uses`` of memory that one tensor uses.
 _ONE_USE = _torch.objects.memory_uses(torch.empty(0))
 
 
-class _Now(threading.local):
-    handing: _Handing | None = None
-
-
-_NOW = _Now()
+_NOW = threading.local()  # ``handing``: the ``_Handing`` that runs in a thread
 
 
 @torch.library.impl("fxpar::hand_over", "CompositeExplicitAutograd")
+@torch.no_grad()
 def _take(gradients: list[torch.Tensor], inputs: list[int], holders: list[int]) -> None:
-    if _NOW.handing is not None:
-        with torch.no_grad():
-            _NOW.handing.take(gradients, inputs, holders)
+    """Take the gradients that autograd would only accumulate, and free their memory if
+    no more than ``holders`` tensors share it."""
+    handing: _Handing | None = getattr(_NOW, "handing", None)
+    if handing is None:
+        return
+    reducer, backward, handed = handing.reducer, None, []
+    for gradient, position, most in zip(gradients, inputs, holders, strict=True):
+        leaf = _torch.aot.accumulating(handing.nodes.get(position))
+        if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
+            continue
+        each = reducer.watched.get(id(leaf))
+        if each is None or not each.early or not each.has_hook or each.is_left:
+            continue
+        if reducer.is_waiting(each):
+            continue
+        backward = backward or reducer.begun()
+        if backward.hand(each, gradient):
+            handing.positions_handed.add(position)
+            handed.append(each)
+            if _torch.objects.memory_uses(gradient) < most + _ONE_USE:
+                gradient.untyped_storage().resize_(0)
+    for each in handed:
+        assert backward is not None
+        backward.advance(each)
 
 
 # Autograd functions of compiled graphs that hand gradients over.
@@ -927,7 +929,7 @@ def _handing(
     edges, nodes = node.next_functions, {}
     if len(edges) == len(positions):
         nodes = {i: edge[0] for i, edge in zip(positions, edges, strict=True)}
-    before, _NOW.handing = _NOW.handing, _Handing(reducer, nodes)
+    before, _NOW.handing = getattr(_NOW, "handing", None), _Handing(reducer, nodes)
     try:
         results = run()
         positions_handed = _NOW.handing.positions_handed

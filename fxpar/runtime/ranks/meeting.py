@@ -36,8 +36,7 @@ import struct
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -62,94 +61,40 @@ from fxpar.runtime.ranks.worlds import World
 LONGEST = timedelta(days=7)
 
 
-@dataclass
-class Channel:
-    """Is the store as seen by one rank of a world."""
-
-    store: Any  # through another connection than that of ``presence``
-    rank: int
-    # By rank of the world, the number in the default process group, by which users and
-    # ``presence`` know it.
-    ranks: Sequence[int]
-    prefix: str  # prefix of its keys; each life of a process group has another
-    presence: Presence  # says where this rank is, and asks where others are
-    boxes: Mailboxes | None = None  # faster than the store; None: too many ranks
-    meetings: int = 0  # meetings so far, the same number on all ranks
-    questions: int = 0  # questions of waiting ranks before the last meeting
-    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last one
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks of the world."""
-        return len(self.ranks)
-
-    def key(self, number: int, rank: int) -> str:
-        """Return the key of a rank's word at a meeting."""
-        return presence.word_key(self.prefix, number, self.ranks[rank])
-
-    def has(self, *keys: str) -> bool:
-        return self.store.check(list(keys))
-
-    def read(self, key: str) -> str:
-        return self.store.get(key).decode()
-
-    def progress(self) -> tuple[str, int]:
-        """Return the name of this channel on all ranks, and its number of meetings."""
-        return self.prefix, self.meetings
-
-    def patience(self, seconds: float, ranks: Sequence[int] = ()) -> Patience:
-        """Return the limit of one wait for ranks of this world. ``ranks``: only for
-        these, by their numbers in the default process group."""
-        return Patience(self.presence, seconds, ranks or self.ranks, self.prefix)
-
-    def folders(self) -> list[str]:
-        """Return for each rank the text that identifies its folder of files."""
-        prefix = self.presence.prefix
-        return [self.read(f"{prefix}/folder/{rank}") for rank in self.ranks]
-
-
-def current() -> Channel | None:
-    """Return the channel of the world that this thread is in; None if it has one rank
-    or there is no process group."""
+def current() -> World | None:
+    """Return the world that this thread is in, with the store open to its ranks; None
+    if it has one rank or there is no process group."""
     world = worlds.current()
-    if world is None:
-        return None
-    channel: Channel | None = world.channel
-    if channel is None and world.size > 1 and dist.get_backend() != "fake":
-        channel = world.channel = _open(world)
-    return channel
+    if world is not None and world.store is None:
+        if world.size == 1 or dist.get_backend() == "fake":
+            return None
+        _open(world)
+    return world
 
 
-def all_ranks() -> Channel | None:
-    """Return the channel of all ranks, whichever world this thread is in."""
+def all_ranks() -> World | None:
+    """Return ``current`` for the world of all ranks, whichever this thread is in."""
     with worlds.inside(None):
         return current()
 
 
 def meetings() -> int:
     """Return how many meetings this world had, which is equal on all its ranks."""
-    channel = current()
-    return 0 if channel is None else channel.meetings
+    world = current()
+    return 0 if world is None else world.meetings
 
 
-def _open(world: World) -> Channel:
+def _open(world: World) -> None:
     every = all_ranks() if world.name else None
     if every is None:
-        return _begin(world)
-    channel = Channel(
-        every.store,
-        world.rank,
-        world.ranks,
-        f"{every.prefix}/{world.name}",
-        every.presence,
-    )
-    channel.boxes = _boxes(channel)
-    channel.presence.progress.append(channel.progress)
-    return channel
+        _begin(world)
+    else:
+        world.presence, world.prefix = every.presence, f"{every.prefix}/{world.name}"
+        _take_store(world, every.store)
 
 
-def _begin(world: World) -> Channel:
-    """Open the channel of all ranks, and begin to answer other ranks."""
+def _begin(world: World) -> None:
+    """Open the store to all ranks, and begin to answer them."""
     store, rank = _torch.distributed.default_store(), world.rank
     me = Presence(world.life, store, rank, world.size, "")
     watch_store(me, store)
@@ -161,30 +106,30 @@ def _begin(world: World) -> Channel:
         me.store, connection = store.clone(), store.clone()
         if connection is not store:
             connection.set_timeout(LONGEST)
-        channel = Channel(connection, rank, world.ranks, me.prefix, me)
-        channel.boxes = _boxes(channel)
-        me.progress.append(channel.progress)
+        world.presence, world.prefix = me, me.prefix
+        _take_store(world, connection)
         me.start()
     except dist.DistError as error:
+        world.store = None
         me.over.set()
         raise me.lost_store(error) from error
-    return channel
 
 
-def _boxes(channel: Channel) -> Mailboxes | None:
-    if channel.size > DIRECT:
-        return None
-    published = partial(_published, channel.store, channel.prefix)
-    return Mailboxes(channel.rank, channel.size, published)
+def _take_store(world: World, store: Any) -> None:
+    world.store = store
+    if world.size <= DIRECT:
+        published = partial(_published, store, world.prefix)
+        world.boxes = Mailboxes(world.rank, world.size, published)
+    world.presence.met_in.append(world)
 
 
 @contextlib.contextmanager
-def answering(channel: Channel) -> Iterator[None]:
+def answering(world: World) -> Iterator[None]:
     """Raise RankMismatchError where the store does not answer."""
     try:
         yield
     except dist.DistError as error:
-        raise channel.presence.lost_store(error) from error
+        raise world.presence.lost_store(error) from error
 
 
 def _published(store: Any, prefix: str, name: str | None) -> str | None:
@@ -222,18 +167,18 @@ def meet(
     Raises RankMismatchError, on all ranks, if one has failed, is at another place, or
     is missing.
     """
-    channel = current()
-    if channel is None:
+    world = current()
+    if world is None:
         return [word]
-    keys, what = _next_keys(channel), what or place
+    keys, what = _next_keys(world), what or place
     if place == CALL:
-        channel.presence.last_call = channel.meetings, what
-    with answering(channel):
-        words = _words(channel, keys, f"{place}\t{word}", what, seconds)
+        world.presence.last_call = world.meetings, what
+    with answering(world):
+        words = _words(world, keys, f"{place}\t{word}", what, seconds)
     places, texts = zip(*(text.split("\t", 1) for text in words), strict=True)
     for rank, other in enumerate(places):
         if other != places[0]:
-            names = (f"rank {channel.ranks[r]}" for r in (rank, 0))
+            names = (f"rank {world.ranks[r]}" for r in (rank, 0))
             fact = f"{next(names)} is at {other}, {next(names)} at {places[0]}"
             where = presence.user_line()
             raise as_reported(RankMismatchError(fact, fix=ALONE, where=where))
@@ -243,116 +188,144 @@ def meet(
 def fail(message: str) -> None:
     """Report in place of the next meeting that this rank failed, to all that come to
     it."""
-    channel = current()
-    if channel is None:
+    world = current()
+    if world is None:
         return
-    key = _next_keys(channel)[channel.rank]
-    what = f"rank {channel.presence.rank} failed:\n{message}"
+    key = _next_keys(world)[world.rank]
+    what = f"rank {world.presence.rank} failed:\n{message}"
     fix = "see the error of that rank: this one only stopped because of it"
     text = failure(what, fix)
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
-        channel.store.set(key, text)
-        if channel.rank == 0 and channel.size > DIRECT:
-            channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
+        world.store.set(key, text)
+        if world.rank == 0 and world.size > DIRECT:
+            world.store.compare_set(_verdict_key(world), "", json.dumps([text]))
 
 
-def _next_keys(channel: Channel) -> list[str]:
-    channel.meetings += 1
-    return [channel.key(channel.meetings, rank) for rank in range(channel.size)]
+def _next_keys(world: World) -> list[str]:
+    world.meetings += 1
+    return [world.key(world.meetings, rank) for rank in range(world.size)]
 
 
-def _verdict_key(channel: Channel) -> str:
+def _verdict_key(world: World) -> str:
     """Return the key of the words that rank 0 read, where it reads for all."""
-    return presence.word_key(channel.prefix, channel.meetings, presence.ALL)
+    return worlds.word_key(world.prefix, world.meetings, presence.ALL)
 
 
 def _words(
-    channel: Channel, keys: Sequence[str], word: str, what: str, seconds: float | None
+    world: World, keys: Sequence[str], word: str, what: str, seconds: float | None
 ) -> list[str]:
-    heartbeat = channel.presence
-    words = _on_one_machine(channel, keys[channel.rank], word)
+    heartbeat = world.presence
+    words = _on_one_machine(world, keys[world.rank], word)
     if words is None:
-        heartbeat.watch = _watch(channel, keys, what, seconds or patience_limit())
-        with presence.waits(f"waits for others at {what}", *channel.progress()):
-            words = _read(channel, keys)
-        heartbeat.watch = None
-    heartbeat.read += channel.wrote  # every rank came to the meeting after it
-    channel.wrote = [keys[channel.rank]]
-    if channel.rank == 0 and channel.size > DIRECT:
-        channel.wrote.append(_verdict_key(channel))
+        give_up = partial(_give_up, world, keys, what)
+        key_of = dict(zip(world.ranks, keys, strict=True))
+        with (
+            presence.waits(f"waits for others at {what}", world.prefix, world.meetings),
+            watched(world, key_of, seconds or patience_limit(), give_up),
+        ):
+            words = _read(world, keys)
+    heartbeat.read += world.wrote  # every rank came to the meeting after it
+    world.wrote = [keys[world.rank]]
+    if world.rank == 0 and world.size > DIRECT:
+        world.wrote.append(_verdict_key(world))
     for text in words:
         if text.startswith(FAILED):
-            fact, fix, where = json.loads(text.removeprefix(FAILED))
-            raise as_reported(RankMismatchError(fact, fix=fix, where=where))
+            raise as_reported(error_of(text))
     return words
 
 
-def _on_one_machine(channel: Channel, key: str, word: str) -> list[str] | None:
+def error_of(word: str) -> RankMismatchError:
+    """Return the error that a word of ``presence.failure`` describes."""
+    fact, fix, where = json.loads(word.removeprefix(FAILED))
+    return RankMismatchError(fact, fix=fix, where=where)
+
+
+def _on_one_machine(world: World, key: str, word: str) -> list[str] | None:
     """Write this rank's word, and return the words of all ranks, if they are on this
     machine and come in a moment; else None."""
-    boxes = channel.boxes if channel.size <= DIRECT else None
+    boxes = world.boxes if world.size <= DIRECT else None
     if boxes is not None:
-        boxes.prepare(channel.meetings)
-    questions = channel.presence.questions
-    if questions != channel.questions:
+        boxes.prepare(world.meetings)
+    questions = world.presence.questions
+    if questions != world.questions:
         # Some rank waits for long, maybe for this one, and may have given up.
-        channel.questions = questions
-        channel.store.compare_set(key, "", word)
+        world.questions = questions
+        world.store.compare_set(key, "", word)
         return None
-    channel.store.set(key, word)
+    world.store.set(key, word)
     if boxes is None:
         return None
-    boxes.write(channel.meetings, word)
-    return boxes.read(channel.meetings)
+    boxes.write(world.meetings, word)
+    return boxes.read(world.meetings)
 
 
-def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
+def _read(world: World, keys: Sequence[str]) -> list[str]:
     """Return the words of all ranks; of many ranks, as rank 0 read them."""
-    store, many = channel.store, channel.size > DIRECT
-    if many and channel.rank:
-        agreed: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
+    store, many = world.store, world.size > DIRECT
+    if many and world.rank:
+        agreed: list[str] = json.loads(store.get(_verdict_key(world)).decode())
         if agreed:
-            return agreed * (channel.size if len(agreed) == 1 else 1)
+            return agreed * (world.size if len(agreed) == 1 else 1)
     words = [raw.decode() for raw in store.multi_get(list(keys))]
-    if many and not channel.rank:
+    if many and not world.rank:
         agreed = words[:1] if len(set(words)) == 1 else words
         if sum(map(len, agreed)) > LARGEST:
             agreed = []  # each reads them all
-        store.compare_set(_verdict_key(channel), "", json.dumps(agreed))
+        store.compare_set(_verdict_key(world), "", json.dumps(agreed))
     return words
 
 
-def _watch(
-    channel: Channel, keys: Sequence[str], what: str, seconds: float
-) -> Callable[[], None]:
-    """Return what looks at one wait, at every beat and in another thread than the one
-    that waits: once patience is over it ends the wait, by writing a failure for the
-    ranks that are missing, and for this one."""
-    me, patience = channel.presence, channel.patience(seconds)
-    own_key, verdict = keys[channel.rank], _verdict_key(channel)
-    key_of = dict(zip(channel.ranks, keys, strict=True))
+@contextlib.contextmanager
+def watched(
+    world: World,
+    key_of: Mapping[int, str],
+    seconds: float,
+    give_up: Callable[[list[int], Patience], None],
+) -> Iterator[None]:
+    """Look, while this thread waits inside for keys of the store, at every beat and in
+    another thread, whether patience is over: then ``give_up`` ends the wait, by writing
+    a failure for the ranks that are missing. ``key_of``: for each rank that is waited
+    for, by its number in the default process group, the key that it writes."""
+    me = world.presence
+    patience = Patience(me, seconds, world.ranks, world.prefix)
 
     def missing() -> list[int]:
         return [rank for rank, key in key_of.items() if not me.store.check([key])]
 
     def look() -> None:
         late = missing() if patience.is_over(missing) else []
-        if not late:
-            return
-        fact = (
-            f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not "
-            f"reach {what}, where rank {me.rank} waited {patience.waited()}"
-            f"{patience.tell(late)}"
-        )
-        text = failure(fact, ALONE, presence.user_line())
-        for rank in late:
-            if me.store.compare_set(key_of[rank], "", text).decode() != text:
-                return  # it came meanwhile, or another rank said so
-        me.store.set(own_key, text)
-        if channel.size > DIRECT and channel.ranks[0] in late:
-            me.store.compare_set(verdict, "", json.dumps([text]))
+        if late:
+            give_up(late, patience)
 
-    return look
+    me.watch = look
+    try:
+        yield
+    finally:
+        me.watch = None
+
+
+def _give_up(
+    world: World,
+    keys: Sequence[str],
+    what: str,
+    late: Sequence[int],
+    patience: Patience,
+) -> None:
+    """Write for each late rank, and for this one, that it did not come to a meeting."""
+    me = world.presence
+    fact = (
+        f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not "
+        f"reach {what}, where rank {me.rank} waited {patience.waited()}"
+        f"{patience.tell(late)}"
+    )
+    text = failure(fact, ALONE, presence.user_line())
+    for rank in late:
+        key = keys[world.ranks.index(rank)]
+        if me.store.compare_set(key, "", text).decode() != text:
+            return  # it came meanwhile, or another rank said so
+    me.store.set(keys[world.rank], text)
+    if world.size > DIRECT and world.ranks[0] in late:
+        me.store.compare_set(_verdict_key(world), "", json.dumps([text]))
 
 
 # Bytes of a box: number of the call, checksum and length, then the word.
@@ -501,7 +474,6 @@ def agree(
     tag: str,
     digest: str,
     text: str,
-    timeout: float | None = None,
     *,
     what: str = "the program",
     fix: str | None = None,
@@ -511,33 +483,32 @@ def agree(
     gave VOID.
 
     ``text`` has the ``digest``; where digests differ, the error shows how the text of
-    the first rank that differs differs from rank 0's. ``timeout``: seconds to wait for
-    a rank that is idle.
+    the first rank that differs differs from rank 0's.
 
     Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
     come or has failed.
     """
-    digests = gather(tag, digest, timeout)
+    digests = gather(tag, digest)
     if VOID in digests:
         return False
     differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not differ:
         return True
-    channel = current()
-    is_shown = channel is not None and channel.rank in (0, differ[0])
-    texts = gather(tag, text if is_shown else "", timeout)
+    world = current()
+    is_shown = world is not None and world.rank in (0, differ[0])
+    texts = gather(tag, text if is_shown else "")
     first, other = worlds.global_rank(0), worlds.global_rank(differ[0])
     diff = _difference(texts[0], texts[differ[0]], f"rank {first}", f"rank {other}")
     fact = f"ranks disagree about {what}: {named(differ)} from rank {first}"
     raise as_reported(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
-def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
+def gather(tag: str, text: str, seconds: float | None = None) -> list[str]:
     """Return the text of every rank, in order of ranks; they should be short.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
-    return meet(repr(tag), text, seconds=timeout)
+    return meet(repr(tag), text, seconds=seconds)
 
 
 def gather_data(tag: str, data: Any) -> list[Any]:
@@ -554,8 +525,8 @@ def first_other(values: Iterable[Any]) -> int | None:
 
 def is_leader() -> bool:
     """Return whether this is the rank that decides for all."""
-    channel = current()
-    return channel is None or channel.rank == 0
+    world = current()
+    return world is None or world.rank == 0
 
 
 def abort(error: BaseException) -> None:
@@ -632,38 +603,38 @@ def name_lost_ranks(error: RuntimeError) -> None:
     is_foreign = not isinstance(error, FxparError) and is_of_others
     if not (is_foreign or isinstance(error, LostRankError)):
         return
-    channel = all_ranks()
-    if channel is None:
+    world = all_ranks()
+    if world is None:
         return
     reason = str(error).split(". ")[0].partition("\n")[0]
     what = f"a collective of this step did not complete ({reason})"
     what = error.what if isinstance(error, FxparError) else what
     try:
-        report = _reported(channel) or _learned(channel, error, what)
+        report = _reported(world) or _learned(world, error, what)
     except dist.DistError as lost:
-        why = channel.presence.lost_store(lost)
+        why = world.presence.lost_store(lost)
         raise RankMismatchError(f"{what}, and {why.what}", fix=why.fix) from error
-    if report is None or report[:2] == (channel.rank, what):
+    if report is None or report[:2] == (world.rank, what):
         return
     rank, fact, fix = report
-    if rank != channel.rank:
+    if rank != world.rank:
         fact = f"{what}; rank {rank} failed before:\n{fact}"
     raise RankMismatchError(fact, fix=fix) from error
 
 
-def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport | None:
+def _learned(world: World, error: RuntimeError, what: str) -> LostRankReport | None:
     """Find out which ranks are lost, report it to the others and return it; None if
     nobody knows."""
     is_closed = any(x in str(error) for x in _CLOSED)
     if isinstance(error, LostRankError) and error.rank is not None and is_closed:
-        return _reported(channel, what, error.fix or _LOST_FIX)
+        return _reported(world, what, error.fix or _LOST_FIX)
     with presence.waits("asks where others are"):
-        states = channel.presence.answers(unless=lambda: _reported(channel) is not None)
-    report = _reported(channel)
+        states = world.presence.answers(unless=lambda: _reported(world) is not None)
+    report = _reported(world)
     if report is not None:
         return report
-    world = worlds.current()
-    neighbors = set() if world is None else states.keys() & set(world.ranks)
+    here = worlds.current()
+    neighbors = set() if here is None else states.keys() & set(here.ranks)
     absent = {r for r, other in states.items() if other.state not in _IN_STEP}
     late = {r for r, other in states.items() if other.state == "works"}
     named = (ranks & neighbors or ranks for ranks in (absent, late) if ranks)
@@ -672,15 +643,15 @@ def _learned(channel: Channel, error: RuntimeError, what: str) -> LostRankReport
         return None
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     what += f":{''.join(lines[:_SHOWN])}{more}"
-    return _reported(channel, what, _LOST_FIX)
+    return _reported(world, what, _LOST_FIX)
 
 
-def _reported(channel: Channel, *own: str) -> LostRankReport | None:
+def _reported(world: World, *own: str) -> LostRankReport | None:
     """Return the first report of a lost rank, which is ``own`` if there is none yet;
     None without either."""
-    key, store = f"{channel.prefix}/lost", channel.presence.store
+    key, store = f"{world.prefix}/lost", world.presence.store
     if own:
-        text = store.compare_set(key, "", json.dumps([channel.rank, *own]))
+        text = store.compare_set(key, "", json.dumps([world.rank, *own]))
     else:
         text = store.get(key) if store.check([key]) else None
     return text and tuple(json.loads(text))

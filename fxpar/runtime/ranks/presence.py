@@ -200,15 +200,9 @@ class Answer:
     # "absent" (said nothing yet) or "silent" (has not answered for long).
     state: str
     text: str  # the activity in words
-    waits_for: str = ""  # name of the channel of the ranks it waits for, if it does
+    waits_for: str = ""  # prefix of the world of the ranks it waits for, if it does
     number: int = 0  # number of the meeting it waits at
     last_call: str = ""  # the last call that it came to, in words
-
-
-def word_key(channel: str, number: int, rank: int | str) -> str:
-    """Return the key in the store of a rank's word at a meeting. ``rank``: its number
-    in the default process group."""
-    return f"{channel}/{number}/{rank}"
 
 
 def failure(what: str, fix: str, where: str | None = None) -> str:
@@ -230,8 +224,8 @@ def works(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waits(text: str, waits_for: str = "", number: int = 0) -> Iterator[None]:
-    """Report inside that this rank waits for others. ``waits_for``: the name of their
-    channel; ``number``: that of the meeting."""
+    """Report inside that this rank waits for others. ``waits_for``: the prefix of their
+    world; ``number``: that of the meeting."""
     with _doing(Answer("waits", text, waits_for, number)), stage(WAIT, nested=True):
         yield
 
@@ -253,15 +247,14 @@ class Presence:
     store: Any  # through a connection of its own, for the thread
     rank: int
     size: int  # ranks of the group
-    prefix: str  # prefix of its keys, as for those of the Channel
+    prefix: str  # prefix of its keys
     questions: int = 0  # questions so far, of any rank
     # Keys that every rank has read, to be deleted at the next beat.
     read: list[str] = field(default_factory=list)
     # Called at every beat while this rank waits for others; None: it does not.
     watch: Callable[[], None] | None = None
-    # Each of its channels: its name, and how many meetings this rank came to there.
-    progress: list[Callable[[], tuple[str, int]]] = field(default_factory=list)
-    # The number of the last call that it came to in any of them, and the call in words.
+    met_in: list[worlds.World] = field(default_factory=list)  # where it meets others
+    # The number of the last call that it came to in any world, and the call in words.
     last_call: tuple[int, str] | None = None
     beats: int = 0  # grows while the store answers the thread
     # Set when the store is not needed any more.
@@ -303,15 +296,15 @@ class Presence:
         return mismatch
 
     def counts(self) -> dict[str, int]:
-        """Return how many meetings this rank came to, by the names of its channels."""
-        return dict(count() for count in self.progress)
+        """Return how many meetings this rank came to, by the prefixes of its worlds."""
+        return {world.prefix: world.meetings for world in self.met_in}
 
     def refuse(self, rank: int, answer: Answer, why: str, fix: str) -> None:
         """Fail the meeting at which a rank waits for this one. ``answer``: of that
         rank."""
         what = f"rank {rank} {answer.text}, rank {self.rank} {waiting()}: {why}"
         for name in (f"{self.rank}", ALL):
-            key = word_key(answer.waits_for, answer.number, name)
+            key = worlds.word_key(answer.waits_for, answer.number, name)
             self.store.compare_set(key, "", failure(what, fix))
         self.questions = -1  # this rank does not overwrite it when it comes
 
@@ -380,7 +373,7 @@ class Presence:
         if group is None or group is not _torch.distributed.default_group():
             with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._publish(Answer("ended", "has left the process group"))
-            self.progress.clear()  # its channels have ended
+            self.met_in.clear()  # these have ended
             self.over.set()
             return False
         del group
@@ -550,12 +543,12 @@ class Patience:
     """
 
     def __init__(
-        self, presence: Presence, seconds: float, ranks: Sequence[int], channel: str
+        self, presence: Presence, seconds: float, ranks: Sequence[int], prefix: str
     ) -> None:
         """``ranks``: those of the world that waits, by their numbers in the default
-        process group; ``channel``: the name of its channel."""
+        process group; ``prefix``: of that world."""
         self.presence, self.seconds = presence, seconds
-        self.ranks, self.channel = ranks, channel
+        self.ranks, self.prefix = ranks, prefix
         self.held_up = False  # a rank that is waited for, by other ranks than these
         self.looked = time.monotonic()
         self.spent = 0.0  # seconds so far
@@ -601,7 +594,7 @@ class Patience:
         if len(self.ranks) == self.presence.size:
             return False
         waits = other.state in ("waits", "collective")
-        return waits and other.waits_for != self.channel
+        return waits and other.waits_for != self.prefix
 
     def _end_of(self, late: Sequence[int]) -> str:
         """Return why the late ranks will not come; "" if they may."""

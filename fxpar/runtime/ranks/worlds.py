@@ -1,9 +1,10 @@
 """This module knows which ranks a thread works with: all, or those of one place.
 
 A **place** is the ranks that share their coordinates along the axes of the batch. Where
-each place runs a program of its own, it is a ``World``: it has its own messages, leader
-and numbers. In: what a thread enters (``inside``). Out: ``current()``, the world that
-this thread is in, by default all ranks. Never: the world of an ended process group.
+each place runs a program of its own, it is a ``World``: it has its own messages
+(``meeting``), leader and numbers. In: what a thread enters (``inside``). Out:
+``current()``, the world that this thread is in, by default all ranks. Never: the world
+of an ended process group.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ class World:
     find_group: Callable[[], Any]  # makes its group: all its ranks call this
     place: int = 0  # which part of the batch its ranks are fed
     places: int = 1  # number of parts of the batch
-    channel: Any = None  # the ``meeting.Channel`` of its ranks, once there is one
     graphs: Iterator[int] = field(default_factory=itertools.count)  # numbers of graphs
+    # The rest is set once ranks exchange words (``meeting``).
+    store: Any = None  # through another connection than that of ``presence``
+    prefix: str = ""  # prefix of its keys; each life of a process group has another
+    presence: Any = None  # says where this rank is, and asks where others are
+    boxes: Any = None  # faster than the store; None: too many ranks
+    meetings: int = 0  # meetings so far, the same number on all ranks
+    questions: int = 0  # questions of waiting ranks before the last meeting
+    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last one
 
     @property
     def size(self) -> int:
@@ -46,8 +54,18 @@ class World:
         """Return its process group."""
         return self.find_group()
 
+    def key(self, number: int, rank: int) -> str:
+        """Return the key of a rank's word at a meeting."""
+        return word_key(self.prefix, number, self.ranks[rank])
+
     def __repr__(self) -> str:
         return f"World({self.name!r})"
+
+
+def word_key(prefix: str, number: int, rank: int | str) -> str:
+    """Return the key in the store of a rank's word at a meeting. ``rank``: its number
+    in the default process group."""
+    return f"{prefix}/{number}/{rank}"
 
 
 class _Inside(threading.local):

@@ -3,7 +3,8 @@
 In: the graphs of the pipeline and the arguments of the first call. Out: a PlanError
 that names the first output that differs, or nothing. The local graph runs for all ranks
 in lockstep in this process, the one-device graph as well; the shards of every output
-are put together and compared. Every rank does the same. Never: changes, communication.
+are put together and compared. Every rank does the same. Never: changes, or
+communication but for gathers of parameters at rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxpar.errors import PlanError
 from fxpar.graph.graph_bodies import module_of
@@ -92,8 +94,8 @@ def feeds_of(
     normalized: fx.Graph, args: Sequence[Any], places: Sequence[int | None]
 ) -> list[Any]:
     """Return values for the inputs of a graph: the call's own arguments where they have
-    the global shape, ones elsewhere. ``places``: position of each input among
-    ``args``."""
+    the global shape, ones elsewhere; all ranks call this, for parameters of which each
+    holds a part. ``places``: position of each input among ``args``."""
     feeds: list[Any] = []
     nodes = [n for n in normalized.nodes if n.op == "placeholder"]
     for node, i in zip(nodes, places, strict=True):
@@ -101,7 +103,9 @@ def feeds_of(
         if not isinstance(value, torch.Tensor):
             feeds.append(argument)
         elif argument is not None and argument.shape == value.shape:
-            feeds.append(argument.detach())
+            argument = argument.detach()
+            is_part = isinstance(argument, DTensor)
+            feeds.append(argument.full_tensor() if is_part else argument)
         else:
             feeds.append(
                 torch.ones(value.shape, dtype=value.dtype, device=value.device)

@@ -41,10 +41,10 @@ def made(mesh: str | None, hints: Any = HINTS) -> Any:
     return fxpar.shard(model, mesh=mesh, hints=hints) if mesh else model
 
 
-def compiled(model: Any, mesh: str | None) -> Any:
+def compiled(model: Any, mesh: str | None, *, verify: bool = False) -> Any:
     if mesh is None:
         return model
-    options = {"codegen": "eager", "mesh": mesh}
+    options = {"codegen": "eager", "mesh": mesh, "verify": verify}
     return torch.compile(model, backend="fxpar", options=options)
 
 
@@ -114,7 +114,7 @@ def converted() -> bool:
     model = fxpar.shard(model, mesh="dp=2").float()
     assert model.scale.is_special and model.scale.dtype == torch.float32
     optimizer = torch.optim.SGD(model.parameters(), 0.1 * (1 + dist.get_rank()))
-    run, ids = compiled(model, "dp=2"), torch.arange(8)
+    run, ids = compiled(model, "dp=2", verify=True), torch.arange(8)
     for _ in range(3):
         F.cross_entropy(run(ids), ids).backward()
         optimizer.step()
@@ -130,12 +130,13 @@ def test_converted_parameters_are_still_parts() -> None:
 def of_another_model() -> None:
     """One rank alone takes a step of a model that no graph reads any more."""
     gone = fxpar.shard(made(None), mesh="dp=2")
-    optimizer = torch.optim.SGD(gone.parameters(), 0.1)
+    optimizer = torch.optim.SGD(gone.parameters(), 0.1 * (1 + dist.get_rank()))
     if dist.get_rank() == 0:
         optimizer.step()
     model = fxpar.shard(made(None), mesh="dp=2")
-    ids = torch.arange(8)
-    F.cross_entropy(compiled(model, "dp=2")(ids), ids).backward()
+    run, ids = compiled(model, "dp=2", verify=True), torch.arange(8)
+    for _ in range(2):
+        F.cross_entropy(run(ids), ids).backward()
 
 
 @pytest.mark.slow
