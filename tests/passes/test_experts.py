@@ -725,7 +725,7 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
 
     args = arguments()
     compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
-    monkeypatch.setattr(GroupCopies, "is_own", every)
+    monkeypatch.setattr(GroupCopies, "_is_own", every)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
+from fxpar.features.uneven import share_exchanges
 from fxpar.graph.builder import Builder
 from fxpar.passes import moved_rows
-from fxpar.passes.local import share_exchanges
 from fxpar.passes.simulate.check_user_rules import OneOp
 from fxpar.sharding import row_moves
 from fxpar.sharding.factors import RowMoves, RowPiece

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import PlanError
-from fxpar.passes import moved_rows
-from fxpar.passes.local import local_ops
+from fxpar.passes import localize, moved_rows
 from fxpar.sharding import near_rows, row_moves
 from fxpar.sharding.factors import Reach
 from fxpar.sharding.ops import convolution, indexing, pools, resampling
@@ -234,7 +233,7 @@ def test_windows_of_columns_that_a_rank_may_lack(columns: int) -> None:
 def test_what_a_rank_without_windows_makes_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_ops, "cut", lambda build, x, cuts: x)
+    monkeypatch.setattr(localize, "cut", lambda build, x, cuts: x)
     with pytest.raises((AssertionError, RuntimeError)):
         check(*planned(KEPT["maximum"], rows=18))
 

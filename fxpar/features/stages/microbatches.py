@@ -30,7 +30,7 @@ from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
 from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
-from fxpar.passes.local.localize import insert_reshards, partition
+from fxpar.passes.localize import insert_reshards, partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
 from fxpar.sharding.decide import Decision, decide_in_time, whole_in_time
@@ -82,14 +82,12 @@ def cut_microbatches(
     rows = min(program.values[v].shape[0] for v in batch)
     most = max(1, min(parts, rows))
     count = max(n for n in range(1, most + 1) if rows % n == 0)
-    notes = []
+    notes = list[str]()
     if count < parts and required:
-        notes = [
-            (
-                f"microbatches: {rows} rows on a rank do not divide into {parts} "
-                f"parts, and are cut into {count}"
-            )
-        ]
+        notes.append(
+            f"microbatches: {rows} rows on a rank do not divide into {parts} parts, "
+            f"and are cut into {count}"
+        )
     if count == 1:
         return graph, tuple(notes)
     gathered_rows = rows_of_parts(graph, decision.mesh, count)
@@ -393,7 +391,8 @@ _JOINS: dict[Any, Callable[..., Any]] = {
 def _ordered(unrolled: _Unroller) -> fx.Graph:
     """Return the unrolled graph with one part after the other: first the inputs, then
     what parts wait for and its operands, then part by part, then all others."""
-    nodes = list(unrolled.graph.nodes)
+    graph = unrolled.graph
+    *nodes, output = graph.nodes
     order: dict[fx.Node, None] = dict.fromkeys(
         node for node in nodes if node.op == "placeholder"
     )
@@ -401,10 +400,8 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     for part in range(unrolled.parts):
         demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
     demand(nodes, order)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in order:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+        output.prepend(node)
     graph.eliminate_dead_code()
     graph.lint()
     return graph

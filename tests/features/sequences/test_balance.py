@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.features.sequences import (
-    balance,
     causal_attention,
     overlap_attention,
 )
@@ -87,7 +86,7 @@ def test_all_ranks_have_as_much_to_do(ranks: int) -> None:
 
 
 def test_queries_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance._Halves, "swapped", lambda self, x: x)
+    monkeypatch.setattr(overlap_attention._Halves, "swapped", lambda self, x: x)
     args = tensors()
     plan = planned(args, FORWARD)
     with pytest.raises(AssertionError):
@@ -220,7 +219,8 @@ def test_places_of_keys_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_ring_of_halves_that_stay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap_attention, "mirrored", lambda build, x, axes: x)
+    ring = overlap_attention.BalancedRing
+    monkeypatch.setattr(ring, "_home", lambda self, build, x, dim: x)
     args = tensors()
     plan = planned(args, BOTH + RING)
     with pytest.raises(AssertionError):
