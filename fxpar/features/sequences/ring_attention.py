@@ -158,7 +158,7 @@ class RingAttention:
         node = self.node
         if self.arguments.get("is_causal"):
             raise refuse("overlap", node, "counts positions from its first key")
-        if any(self.arguments.get("grad_input_mask", ())):
+        if any(self.arguments.get("grad_input_mask", ())[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
         value = node.meta["val"][1]
         if self.form.backward:
@@ -316,7 +316,8 @@ class RingAttention:
         scatters = [end.scatter for end in ends]
         with self.edit.before(max([self.node, *scatters])) as build:
             ring, shards = self._ring(), self._shards(build)
-            coming = _far_first(build, ring, shards, self.node.args[0])
+            grad = self.arguments.get("grad_out", self.node.args[0])
+            coming = _far_first(build, ring, shards, grad)
             sums = dict[Result, fx.Node]()
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 

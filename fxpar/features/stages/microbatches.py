@@ -66,13 +66,13 @@ def cut_microbatches(
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNEVEN}",)
-    graph = _without_reshards(graph)
+    whole, graph = graph, _without_reshards(graph)
     program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     if not batch and not required:
-        return graph, ("the batch is not cut: no input holds one",)
+        return whole, ("the batch is not cut: no input holds one",)
     if not batch and any(v.shape[:1] == (1,) for v in plain_inputs(decision.program)):
-        return graph, (f"microbatches={parts}: a batch of one row is not cut",)
+        return whole, (f"microbatches={parts}: a batch of one row is not cut",)
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
@@ -89,7 +89,7 @@ def cut_microbatches(
             f"and are cut into {count}"
         )
     if count == 1:
-        return graph, tuple(notes)
+        return whole, tuple(notes)
     gathered_rows = rows_of_parts(graph, decision.mesh, count)
     gathered_rows.mark(decision.mesh)
     time_decision = _decide_parts(graph, decision, count)
@@ -97,7 +97,7 @@ def cut_microbatches(
         gathered_rows.unmark()
         time_decision = _decide_parts(graph, decision, count)
     if not time_decision.is_even:
-        return graph, (f"microbatches={parts}: {_UNEVEN}",)
+        return whole, (f"microbatches={parts}: {_UNEVEN}",)
     in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
     _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)

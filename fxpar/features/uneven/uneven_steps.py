@@ -167,7 +167,8 @@ def _rows_of(node: fx.Node, dim: int) -> range | None:
     if node.target is aten.select.int:
         rows = range(n)[bounds[0] : bounds[0] + 1 or None]
     else:
-        rows = range(n)[slice(*bounds)] if bounds else range(n)
+        start, end, step, *_ = (*bounds, None, None, None)
+        rows = range(n)[start:end:step]
     return rows if rows and rows.step == 1 and is_few(len(rows), n) else None
 
 
