@@ -52,10 +52,9 @@ def program_of(
 ) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split.
     ``mesh`` and ``how``: of the request, where the program depends on them."""
-    from fxpar.passes.boundaries import read_signature
     from fxpar.passes.normalize.normalize_ops import MOMENTS, expand_moments
     from fxpar.pipeline import JOINT, JointState, run_steps
-    from fxpar.runtime.tracing import TracedCall
+    from fxpar.runtime.tracing import TracedCall, read_signature
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request
     from fxpar.sharding.read_program import read

@@ -150,10 +150,9 @@ def _traced(row: StagesRow) -> tuple[Any, Any, float]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fxpar.passes.boundaries import read_signature
     from fxpar.pipeline import JOINT, run_steps
     from fxpar.runtime.steps.pipeline_state import JointState
-    from fxpar.runtime.tracing import TracedCall
+    from fxpar.runtime.tracing import TracedCall, read_signature
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request

@@ -7,7 +7,7 @@ one for each step that its reshard may take. No choice changes them or their ord
 durations and axes are added by ``simulated_choice.Overlap``. Never: looks at a cost,
 except to leave out edges that have none.
 
-Collectives are placed as lowering does (``passes.local.localize``,
+Collectives are placed as lowering does (``passes.localize``,
 ``passes.order.order_collectives``): a value settles, and a partial result is reduced,
 after the op that makes it; a parameter is gathered where the one read before it is
 first read; anything else moves right before its reader. A result is waited for where an

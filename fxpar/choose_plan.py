@@ -24,7 +24,6 @@ from torch import fx
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError
 from fxpar.features import FEATURES
-from fxpar.features.feature import names_of_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import is_same_program
@@ -42,6 +41,7 @@ from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import has_any, names_of_ops
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN
@@ -295,7 +295,7 @@ def _with_choices(
         return request, notes
     names, seconds_of = names_of_ops(graph), partial(_seconds_of, graph, fake_mode)
     for feature in FEATURES:
-        if feature.choices and feature.choices[0](names, request):
+        if feature.choices and has_any(names, feature.choices[0]):
             choose = import_module(feature.choices[1]).choose
             request, reasons = choose(graph, request, seconds_of)
             notes += reasons

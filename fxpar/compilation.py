@@ -35,9 +35,8 @@ from fxpar.features import register_lowerings, register_ops
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import restore_meta
 from fxpar.graph.graph_bodies import hold
-from fxpar.passes import writes_as_results
-from fxpar.passes.boundaries import absorb, read_signature
-from fxpar.passes.local import own_shard
+from fxpar.passes import own_shard, writes_as_results
+from fxpar.passes.boundaries import absorb
 from fxpar.passes.normalize import random
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.simulate.launches import crossings
@@ -74,6 +73,7 @@ from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.steps.binding import is_of_all
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.verify import feeds_of, verify
+from fxpar.runtime.tracing import read_signature
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import pipeline_axis, split_off, with_planned_axis
 from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE

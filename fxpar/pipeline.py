@@ -13,6 +13,7 @@ the program; a step that differs between ranks, except in ``RANK``; an algorithm
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch import fx
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.features import FEATURES
-from fxpar.features.feature import has, names_of_ops, with_features
+from fxpar.features.feature import with_features
 from fxpar.graph import size_nodes
 from fxpar.passes.decompose import decompose
 from fxpar.passes.normalize import normalize_ops as normalize
@@ -39,7 +40,6 @@ from fxpar.passes.order.order_collectives import (
     Pass,
     Run,
     Settings,
-    When,
     of_build,
 )
 from fxpar.passes.order.sink_waits import sink_waits
@@ -59,31 +59,27 @@ from fxpar.runtime.steps.pipeline_state import (
     RankState,
     on_cpu_by_default,
 )
-from fxpar.sharding.op_facts import name_of
+from fxpar.sharding.op_facts import has_any, name_of, names_of_ops
 from fxpar.sharding.ops import FACTS
 from fxpar.sharding.plan_request import Request
 
 
-def _always(name: str, run: Run, stage: str = "", when: When | None = None) -> Pass:
-    return Pass(name, run, optional=False, stage=stage, when=when)
+def _always(name: str, run: Run, stage: str = "", setting: str = "") -> Pass:
+    return Pass(name, run, optional=False, stage=stage, setting=setting)
 
 
-def _is_for_inductor(_: Collection[str], state: PipelineState) -> bool:
-    return state.inductor
+@cache
+def _ops_with(fact: str) -> frozenset[str]:
+    """Return the names of the ops whose rows state a fact."""
+    stated = (op for op, facts in FACTS.items() if facts.get(fact))
+    return frozenset(
+        op.replace("::", ".") if isinstance(op, str) else name_of(op) for op in stated
+    )
 
 
-def has_fact(fact: str) -> When:
-    """Return whether a graph calls an op whose row states a fact."""
-
-    @cache
-    def ops() -> frozenset[str]:
-        stated = (op for op, facts in FACTS.items() if facts.get(fact))
-        return frozenset(
-            op.replace("::", ".") if isinstance(op, str) else name_of(op)
-            for op in stated
-        )
-
-    return lambda names, _: not ops().isdisjoint(names)
+def _has_ops_of(step: Pass, names: Collection[str]) -> bool:
+    """Return whether a step has something to do for a graph with ops of these names."""
+    return has_any(names, step.ops) or not _ops_with(step.fact).isdisjoint(names)
 
 
 def _place(name: str) -> int:
@@ -98,35 +94,33 @@ JOINT = with_features(
         Pass(
             "random_by_index",
             of_build(normalize.random_by_index),
-            when=has(
-                "prims.inductor_seeds prims.inductor_random prims.inductor_randint"
-            ),
+            ops="prims.inductor_seeds prims.inductor_random prims.inductor_randint",
         ),
         Pass("undo_views_around_matmul", of_build(undo_views_around_matmul)),
-        Pass("keep_batch_dim", plan_steps.split_batch, when=has_fact("reshapes")),
+        Pass("keep_batch_dim", plan_steps.split_batch, fact="reshapes"),
         Pass(
             "split_fused_projections",
             of_build(normalize.split_fused_projections),
-            when=has_fact("splits"),
+            fact="splits",
         ),
-        Pass("stack_by_dim", of_build(normalize.stack_by_dim), when=has("aten.cat")),
-        Pass("sum_one_hot", of_build(normalize.sum_one_hot), when=has("aten.scatter")),
+        Pass("stack_by_dim", of_build(normalize.stack_by_dim), ops="aten.cat"),
+        Pass("sum_one_hot", of_build(normalize.sum_one_hot), ops="aten.scatter"),
         Pass(
             "clone_constants",
             of_build(normalize.clone_constants),
-            when=has_fact("constant"),
+            fact="constant",
         ),
         _always("drop_dead", plan_steps.drop_dead, "normalized"),
         _always("look_up_plan", plan_steps.look_up_plan),
         Pass(
             "join_pool_gradients",
             plan_steps.join_pool_gradients,
-            when=has("aten.scatter_add"),
+            ops="aten.scatter_add",
         ),
         Pass(
             "expand_moments",
             plan_steps.expand_moments,
-            when=has("aten.var aten.var_mean"),
+            ops="aten.var aten.var_mean",
         ),
         _always("plan", plan_steps.make_plan, "planned"),
         _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
@@ -149,7 +143,7 @@ RANK = with_features(
         _always(
             "decompose",
             lambda graph, s: decompose(graph, s.fake_mode),
-            when=_is_for_inductor,
+            setting="inductor",
         ),
         _always("put_writes", lowering_steps.put_writes, "bound"),
     ),
@@ -170,18 +164,18 @@ PHASE = with_features(
         _always(
             "hand_over",
             lambda graph, s: hand_over(graph, s.gradients),
-            when=lambda _, s: bool(s.gradients),
+            setting="gradients",
         ),
         _always(
             "compare_places",
             lowering_steps.compare_places,
-            when=lambda _, s: s.request.manual is not None,
+            setting="request.manual",
         ),
-        Pass("outline_layers", lowering_steps.outline_repeated, when=_is_for_inductor),
+        Pass("outline_layers", lowering_steps.outline_repeated, setting="inductor"),
         Pass(
             "copy_together",
             lambda graph, _: copy_together(graph),
-            when=_is_for_inductor,
+            setting="inductor",
         ),
     ),
     FEATURES,
@@ -219,9 +213,11 @@ def run_steps(rows: Sequence[Pass], state: PipelineState) -> None:
     for step in rows:
         graph = state.graph
         is_on = not (step.optional and step.name in request.options.disable)
-        if is_on and step.when is not None:
+        if is_on and step.setting:
+            is_on = bool(operator.attrgetter(step.setting)(state))
+        if is_on and (step.ops or step.fact):
             names = names_of_ops(graph) if names is None else names
-            is_on = step.when(names, state)
+            is_on = _has_ops_of(step, names)
         if is_on:
             names = None
             before = op_counts(graph) if printed else Counter[str]()

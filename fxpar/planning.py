@@ -32,9 +32,7 @@ from fxpar.explain import status_line
 from fxpar.explain.by_layer import layer_rows, layers_text
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
-from fxpar.features.regions.shard_map import traced_for
 from fxpar.graph.graph_bodies import module_of
-from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.launches import facts_of
@@ -43,7 +41,7 @@ from fxpar.passes.simulate.simulate_step import Timeline, predict_step
 from fxpar.pipeline import STEP_NAMES
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.verify import run_on_ranks
-from fxpar.runtime.tracing import Outcome, TracedCall
+from fxpar.runtime.tracing import Outcome, TracedCall, read_signature, traced_for
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh

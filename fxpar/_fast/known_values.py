@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 
 from fxpar._fast.switch import is_on, shortcut
+from fxpar._torch.fake import new_fake
 from fxpar._torch.objects import is_mutable, memory_of
-from fxpar._torch.traced_values import new_fake
 
 aten = torch.ops.aten
 

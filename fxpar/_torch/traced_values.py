@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.fake import new_fake
+
 
 def alias_of(x: Any) -> Any:
     """Return a fake tensor of the same memory."""
@@ -37,35 +39,6 @@ def fake_like(x: Any) -> tuple[Any, Any]:
         own = torch.UntypedStorage(size, device="meta")
         return fake_on(own, x), own
     return new_fake(x.fake_mode, meta, x.fake_device), own
-
-
-def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``FakeTensor(mode, meta, device)`` in a sixth of its time: the constructor
-    sets twenty attributes, each through a descriptor, that are the same for all
-    tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    attributes = _ATTRIBUTES.get(device)
-    if attributes is None or meta.requires_grad:
-        fake = FakeTensor(mode, meta, device)
-        if fake.fake_device == device and device.type != "meta":
-            _ATTRIBUTES[device] = dict(vars(fake), fake_mode=None)
-        return fake
-    fake = torch.Tensor._make_subclass(
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-    for name, value in attributes.items():
-        object.__setattr__(fake, name, value)  # a dict of its own would be larger
-    fake.fake_mode = mode
-    return fake
-
-
-# The attributes of new fake tensors, by device; without their mode.
-_ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}
 
 
 def is_plain(x: Any) -> bool:

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.passes.order.order_collectives import Pass, When
-from fxpar.sharding.op_facts import name_of
+from fxpar.passes.order.order_collectives import Pass
 from fxpar.sharding.plan_request import Request
 
 # Given a traced graph, a request, and what gives the seconds of a step that a short
@@ -38,17 +37,11 @@ class Feature:
     rows: Mapping[str, Sequence[Pass]]
     # Modules that register the ops which compiled code of it calls.
     ops: Sequence[str] = ()
-    # When there is something for a search to choose, and the module whose ``choose``,
-    # a ``Choose``, does.
-    choices: tuple[When, str] | None = None
+    # The ops for which there is something for a search to choose, and the module whose
+    # ``choose``, a ``Choose``, does.
+    choices: tuple[str, str] | None = None
     # Modules with a ``register_lowering``, which tells Inductor of ops.
     lowerings: Sequence[str] = ()
-
-
-def has(ops: str) -> When:
-    """Return whether a graph calls one of ``ops``: names without overloads."""
-    looked_for = frozenset(ops.split())
-    return lambda names, _: not looked_for.isdisjoint(names)
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
@@ -65,8 +58,8 @@ def steps_of(module: str) -> Callable[..., Pass]:
     """Return the function that makes rows whose steps are functions of a module, each
     of its row's name."""
 
-    def step(name: str, when: When, *, optional: bool = True) -> Pass:
-        return Pass(name, later(module, name), optional=optional, when=when)
+    def step(name: str, ops: str = "", **more: Any) -> Pass:
+        return Pass(name, later(module, name), ops=ops, **more)
 
     return step
 
@@ -87,13 +80,3 @@ def with_features(
         merged.append(step)
         ahead += reversed(left.get(step.name, ()))
     return tuple(merged)
-
-
-def names_of_ops(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of what a graph calls, of ops without overloads, and the kinds
-    of its other nodes."""
-    targets = {n.target if n.op == "call_function" else n.op for n in graph.nodes}
-    return frozenset(
-        x if isinstance(x, str) else name_of(x) or getattr(x, "__name__", "")
-        for x in targets
-    )

@@ -54,6 +54,7 @@ from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import has_any, names_of_ops
 from fxpar.sharding.program import depending_on_tangents
 from fxpar.units import difference, short_bytes, short_seconds
 
@@ -241,7 +242,9 @@ def _proposed(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
     """Try, on top of the best schedule, the lines that features propose. Return the
     cases with those that apply in front."""
     best = state.schedule
-    proposals = [item for propose in PROPOSALS for item in propose(state).items()]
+    names = names_of_ops(state.graph(best))
+    propose = [each for ops, each in PROPOSALS if has_any(names, ops)]
+    proposals = [item for each in propose for item in each(state).items()]
     for what, lines in proposals:
         if lines.lines:
             then = state.attempt(best + lines, f"{len(lines.lines)} {what}")

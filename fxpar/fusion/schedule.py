@@ -330,9 +330,9 @@ def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:
     raise bad
 
 
-# What features propose: (``Attempts``) -> {what lines are: lines to try on top of the
-# best schedule}.
-PROPOSALS: list[Callable[[Any], Mapping[str, Schedule]]] = []
+# What features propose for a graph with some ops (``op_facts.has_any``): (``Attempts``)
+# -> {what lines are: lines to try on top of the best schedule}.
+PROPOSALS: list[tuple[str, Callable[[Any], Mapping[str, Schedule]]]] = []
 
 # What features propose where permutes are waited for: (graph, mesh, hardware,
 # ``varying``) -> an ``OverlapCandidate`` for all windows of one form, a line for each.

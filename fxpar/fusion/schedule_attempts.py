@@ -17,7 +17,7 @@ from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, Window
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.order.forward_backward import Orders, regather, split_phases
-from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
+from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.fused_kernels import Launches
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -69,7 +69,6 @@ class Attempts:
         self.left: list[Schedule] = []
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
-        self._reader = PhaseReader()
         self._last: tuple[tuple[Line, ...], Orders] | None = None
         self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self._last_run: tuple[Schedule, SimulatedRun] | None = None
@@ -109,7 +108,7 @@ class Attempts:
             return self.simulated[schedule]
         orders = self._lowered(schedule)
         phases, graph = orders.as_run(schedule.settings), orders.parts.graph
-        launches = self._reader.launches_of(phases)
+        launches = launches_as_run(phases)
         self._last_run = schedule, SimulatedRun(graph, phases, launches)
         return simulate(graph, self.mesh, self.hardware, launches=launches)
 
@@ -131,7 +130,6 @@ class Attempts:
             if not self.keep_gathered:
                 regather(lowered)
             self._last = schedule.lines, Orders(split_phases(lowered))
-            self._reader = PhaseReader()
         return self._last[1]
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:

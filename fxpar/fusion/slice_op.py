@@ -8,7 +8,7 @@ products along rows of one operand (CoCoNeT, section 3.2; the conditions are tho
 row-local ops). Other operands that have the factor are sliced, those without it are
 left whole; either must be equal on all ranks of the axes. A factor that is summed over
 leaves summands: the result is reduced at once. Shapes, indices and random numbers are
-made local by ``passes.local.local_ops``, as everywhere. Never changes the node itself.
+made local by ``passes.localize``, as everywhere. Never changes the node itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
 from fxpar.graph.graph_bodies import bodies_of
-from fxpar.passes.local.local_ops import local_form
+from fxpar.passes.localize import local_form
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.ops.local_call import LocalCall

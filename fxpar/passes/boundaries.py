@@ -1,4 +1,4 @@
-"""Makes sharded parameters global inputs of a traced graph, and reads its signature.
+"""Makes sharded parameters global inputs of a traced graph.
 
 In: a joint graph in which a parameter enters as one rank's shard, crosses ``to_global``
 where it is used, and its gradient crosses ``to_local`` before it is returned. Out: the
@@ -6,13 +6,10 @@ same graph without crossings, all shapes global; ``Boundaries`` has the specs at
 the inputs and gradients. Nodes between a crossing and an input or output are rewritten
 to global shapes: views, casts, and the sum where several modules use a parameter. Any
 other node there computes with one rank's shard, which is an error. Never plans.
-
-``read_signature`` reads the kinds of inputs and outputs from AOTAutograd's descriptors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,87 +23,8 @@ from fxpar.graph.builder import Builder
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.plan_facts import module_path
-from fxpar.sharding.program import Input, Output, Signature, user_line
+from fxpar.sharding.program import Signature, user_line
 from fxpar.sharding.spec import Spec
-
-# (kind, payload of the descriptor, node) -> Input; the caller gives its spec at rest.
-MakeInput = Callable[[str, Any, fx.Node], Input]
-MakeOutput = Callable[[str, str, int | None], Output]
-
-
-def make_plain_output(kind: str, name: str, of: int | None) -> Output:
-    """Return an output whose spec the plan chooses."""
-    return Output(name, kind, of)
-
-
-def read_signature(
-    graph: fx.Graph,
-    make_input: MakeInput,
-    make_output: MakeOutput = make_plain_output,
-) -> Signature:
-    """Return the Signature of a graph whose placeholders and output carry
-    ``meta["desc"]``.
-
-    ``make_input(kind, payload, node)`` gives an input its name and its spec at rest;
-    ``make_output(kind, name, of)`` does so for an output. Raises PlanError for a graph
-    with sparse tensors.
-    """
-    inputs: list[Input] = []
-    index_of: dict[Any, int] = {}
-    tangent_of: list[tuple[int, Any]] = []
-    output: fx.Node | None = None
-    for node in graph.nodes:
-        _refuse_sparse(node)
-        if node.op == "placeholder":
-            desc = node.meta.get("desc")
-            kind, payload = _torch.descriptors.descriptor(desc)
-            if kind == "tangent":
-                tangent_of.append((len(inputs), payload))
-            index_of[_torch.descriptors.bare(desc)] = len(inputs)
-            inputs.append(make_input(kind, payload, node))
-        elif node.op == "output":
-            output = node
-    assert output is not None
-    outputs: list[Output] = []
-    position_of: dict[Any, int] = {}
-    descs = output.meta.get("desc") or [None] * len(output.args[0])
-    for k, desc in enumerate(descs):
-        kind, payload = _torch.descriptors.descriptor(desc)
-        position_of[_torch.descriptors.bare(desc)] = k
-        of = index_of.get(payload) if kind in ("gradient", "mutation") else None
-        name = inputs[of].name if of is not None else f"output_{payload}"
-        outputs.append(make_output(kind, name, of))
-    tangents = tuple(
-        (i, position_of[desc]) for i, desc in tangent_of if desc in position_of
-    )
-    return Signature(tuple(inputs), tuple(outputs), tangents)
-
-
-def _refuse_sparse(node: fx.Node) -> None:
-    value = node.meta.get("val")
-    layout = value.layout if isinstance(value, torch.Tensor) else torch.strided
-    if layout is not torch.strided:
-        module = ".".join(module_path(node) or ())
-        raise PlanError(
-            f"{node.name}{f' of module {module!r}' if module else ''} is sparse "
-            f"({layout}), as are the gradients of sparse=True; sparse tensors "
-            "have no sharding rules",
-            where=_nearest_line(node),
-            fix="use sparse=False and dense tensors, or leave this code out of the "
-            "graph with torch.compiler.disable",
-        )
-
-
-def _nearest_line(node: fx.Node) -> str | None:
-    """Return the user's line of a node, or of the nearest node it is computed from."""
-    nodes = [node]
-    for each in nodes:
-        if line := user_line(each):
-            return line
-        nodes += [n for n in each.all_input_nodes if n not in nodes]
-    return None
-
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default

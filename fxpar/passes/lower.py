@@ -379,7 +379,9 @@ def lower_uneven(
         [_own_size(build, cut, d, axes) for d, axes in enumerate(dims)]
         for dims in (cut.before, cut.after)
     )
-    kind, changed = collective_nodes.kind_of(node), _changed(cut)
+    kind = collective_nodes.kind_of(node)
+    ends = enumerate(zip(cut.before, cut.after, strict=True))
+    changed = [d for d, (axes, axes_after) in ends if axes != axes_after]
     if kind == "slice":
         return _own_slice(build, x, cut, changed)
     uneven = [d for d in changed if not cut.is_even_in(build.mesh, d)]
@@ -404,13 +406,15 @@ def lower_uneven(
                 x = _pad_parts(build, x, d, room, parts)
                 before[d] = build.product((room, count))
         else:
-            room = _room(build, build.own_size(cut.shape[d], fewer), count)
+            # The rows of the largest of ``count`` chunks.
+            rows = build.own_size(cut.shape[d], fewer)
+            rows = build.compute(operator.add, rows, count - 1)
+            room = build.compute(operator.floordiv, rows, count)
         whole = build.product((room, count))
         padded[d], result_rows = (room, whole) if gathers else (whole, room)
         if result_rows != after[d] and d not in joined_dims:
             short[d] = after[d]
-    pairs = zip(padded, before, strict=True)
-    padding = [build.missing(room, size) for room, size in pairs]
+    padding = [build.missing(*sizes) for sizes in zip(padded, before, strict=True)]
     if any(n != 0 for n in padding):
         x = build.pad(x, padding)
     own_shape, x.meta[OWN_SHAPE] = x.meta.get(OWN_SHAPE), padded
@@ -426,12 +430,6 @@ def lower_uneven(
     return result
 
 
-def _changed(cut: Cut) -> list[int]:
-    """Return the dims that a step splits or joins."""
-    pairs = enumerate(zip(cut.before, cut.after, strict=True))
-    return [d for d, (before, after) in pairs if before != after]
-
-
 def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
     """Return this rank's number of rows of a dim that is split over axes."""
     if d in cut.even_dims:
@@ -443,12 +441,6 @@ def _is_far(cut: Cut, d: int) -> bool:
     """Return whether a dim changes by anything but one axis at its minor end."""
     shorter, longer = sorted((cut.before[d], cut.after[d]), key=len)
     return longer[:-1] != shorter
-
-
-def _room(build: Builder, rows: Size, count: int) -> Size:
-    """Return the rows of the largest of ``count`` chunks of ``rows``."""
-    rows = build.compute(operator.add, rows, count - 1)
-    return build.compute(operator.floordiv, rows, count)
 
 
 def _pad_parts(

@@ -3,32 +3,48 @@
 In: a local graph, whose fake values are those of the largest shard, with its
 communication as steps or as collectives. Out: the fake value of a node on one rank
 (``restate``), a copy of the graph with them (``sized``), or the nodes whose sizes
-differ between ranks (``uneven_nodes``). Never changes the graph.
+differ between ranks (``uneven_nodes``). Never changes the graph. NumPy is not needed
+here, as where there are only kernels.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.graph import (
-    collective_nodes,
-    size_nodes,
-)
+from fxpar import _torch
+from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph.builder import value_of
 from fxpar.graph.graph_bodies import bodies_of
-from fxpar.passes.local.local_ops import resized
 from fxpar.sharding import rank_ints, row_moves
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
+    """Return a fake tensor of another shape, with the dim order of ``value``."""
+    if tuple(value.shape) == tuple(shape):
+        return value
+    strides = _torch.symbols.hint_shape(value.stride())
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+    stride = [0] * value.dim()
+    step = 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= torch.sym_max(shape[d], 1)
+    with mode:
+        local = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
 
 
 def is_size(node: fx.Node) -> bool:
@@ -101,10 +117,11 @@ def restate(
     if node.op != "call_function" or bodies_of(node):
         return
     is_step = collective_nodes.is_step(node)
-    has_local_operands = all(
-        has_local_shape(read, bound[read]) for read in node.all_input_nodes
-    )
-    if has_local_operands and not (is_step and _can_cut_unevenly(node)):
+    moves = node.target is collective_nodes.move_rows
+    # These may give ranks uneven shards, even from even ones.
+    can_cut = is_step and (moves or collective_nodes.cut_of(node) is not None)
+    reads = node.all_input_nodes
+    if not can_cut and all(has_local_shape(read, bound[read]) for read in reads):
         return
     if is_step:
         operand = bound[node.all_input_nodes[0]].meta["val"]
@@ -116,12 +133,6 @@ def restate(
     with fake_mode:
         copy.meta["val"] = node.target(*args, **kwargs)
     copy.meta.pop("tensor_meta", None)
-
-
-def _can_cut_unevenly(node: fx.Node) -> bool:
-    """Return whether a step may give ranks uneven shards, even from even ones."""
-    moves = node.target is collective_nodes.move_rows
-    return moves or collective_nodes.cut_of(node) is not None
 
 
 def _step_shape(

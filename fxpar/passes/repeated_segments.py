@@ -143,7 +143,8 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
                 wiring.append((i, at[read], None))
                 continue
             is_shared = not at.keys() >= read.users.keys()
-            own = i if is_shared and _has_gradient(read) else None
+            has_gradient = _is_tensor(read) and example_of(read).requires_grad
+            own = i if is_shared and has_gradient else None
             place = operands.setdefault((read, own), len(operands))
             wiring.append((i, None, place))
     return tuple(wiring), list(operands)
@@ -151,10 +152,6 @@ def _wiring(nodes: Sequence[fx.Node]) -> tuple[Any, Operands]:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(example_of(node), torch.Tensor)
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return _is_tensor(node) and example_of(node).requires_grad
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -126,11 +126,13 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
             if is_view(user) or user in late or user.target in ("output", _WRITE):
                 continue
             user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-            if op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
+            own = node.meta["val"]
+            copies = op_facts_of(user.target).copies
+            if copies and (value.shape, value.dtype) == (own.shape, own.dtype):
                 register_copies()
                 with graph.inserting_before(user):
                     copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
-                copy.meta = dict(user.meta) | {"val": node.meta["val"]}
+                copy.meta = dict(user.meta) | {"val": own}
                 user.replace_input_with(node, copy)
     graph.lint()
 
@@ -153,7 +155,3 @@ def _is_read_after(value: fx.Node, write: fx.Node) -> bool:
 
 def _is_result(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
-
-
-def _is_like(x: Any, y: Any) -> bool:
-    return (x.shape, x.dtype) == (y.shape, y.dtype)

@@ -3,7 +3,8 @@
 In: a function and the arguments of a call. Out: a ``TracedCall``, which knows how the
 arguments and results map to the flat tensors of the graph: parameters and buffers of
 every module the function uses are graph inputs; with ``grad`` the graph is forward and
-backward in one. Nodes carry the user's lines. Never: computed values.
+backward in one. Nodes carry the user's lines. ``read_signature`` reads the kinds of its
+inputs and outputs from AOTAutograd's descriptors. Never: computed values.
 
 Functions of torch that break a graph, or cannot be split, are replaced in a trace, here
 (``AsOneGraph``) and in Dynamo's once this module is imported: ``gaussian_nll_loss``,
@@ -27,6 +28,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,7 +42,9 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
 from fxpar.errors import PlanError, warn
-from fxpar.sharding.program import Input, Signature, user_line
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_facts import module_path
+from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.spec import Spec
 
 TENSOR = object()  # takes the place of a tensor among the leaves of a result
@@ -691,3 +695,95 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 def _has_dropout(args: Any, kwargs: Any) -> bool:
     chance = args[_PLACE] if len(args) > _PLACE else kwargs.get("dropout_p", 0.0)
     return not isinstance(chance, (int, float)) or chance > 0
+
+
+# The signature of a traced graph
+
+# (kind, payload of the descriptor, node) -> Input; the caller gives its spec at rest.
+MakeInput = Callable[[str, Any, fx.Node], Input]
+# (kind, name, position of its input) -> Output
+MakeOutput = Callable[[str, str, int | None], Output]
+
+
+def read_signature(
+    graph: fx.Graph,
+    make_input: MakeInput,
+    make_output: MakeOutput = lambda kind, name, of: Output(name, kind, of),
+) -> Signature:
+    """Return the Signature of a graph whose placeholders and output carry
+    ``meta["desc"]``.
+
+    ``make_input(kind, payload, node)`` gives an input its name and its spec at rest;
+    ``make_output(kind, name, of)`` does so for an output. Raises PlanError for a graph
+    with sparse tensors.
+    """
+    inputs: list[Input] = []
+    index_of: dict[Any, int] = {}
+    tangent_of: list[tuple[int, Any]] = []
+    output: fx.Node | None = None
+    for node in graph.nodes:
+        _refuse_sparse(node)
+        if node.op == "placeholder":
+            desc = node.meta.get("desc")
+            kind, payload = _torch.descriptors.descriptor(desc)
+            if kind == "tangent":
+                tangent_of.append((len(inputs), payload))
+            index_of[_torch.descriptors.bare(desc)] = len(inputs)
+            inputs.append(make_input(kind, payload, node))
+        elif node.op == "output":
+            output = node
+    assert output is not None
+    outputs: list[Output] = []
+    position_of: dict[Any, int] = {}
+    descs = output.meta.get("desc") or [None] * len(output.args[0])
+    for k, desc in enumerate(descs):
+        kind, payload = _torch.descriptors.descriptor(desc)
+        position_of[_torch.descriptors.bare(desc)] = k
+        of = index_of.get(payload) if kind in ("gradient", "mutation") else None
+        name = inputs[of].name if of is not None else f"output_{payload}"
+        outputs.append(make_output(kind, name, of))
+    tangents = tuple(
+        (i, position_of[desc]) for i, desc in tangent_of if desc in position_of
+    )
+    return Signature(tuple(inputs), tuple(outputs), tangents)
+
+
+def _refuse_sparse(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    layout = value.layout if isinstance(value, torch.Tensor) else torch.strided
+    if layout is not torch.strided:
+        module = ".".join(module_path(node) or ())
+        raise PlanError(
+            f"{node.name}{f' of module {module!r}' if module else ''} is sparse "
+            f"({layout}), as are the gradients of sparse=True; sparse tensors "
+            "have no sharding rules",
+            where=_nearest_line(node),
+            fix="use sparse=False and dense tensors, or leave this code out of the "
+            "graph with torch.compiler.disable",
+        )
+
+
+def _nearest_line(node: fx.Node) -> str | None:
+    """Return the user's line of a node, or of the nearest node it is computed from."""
+    nodes = [node]
+    for each in nodes:
+        if line := user_line(each):
+            return line
+        nodes += [n for n in each.all_input_nodes if n not in nodes]
+    return None
+
+
+# Returns the mesh that code is traced for; None while it is not traced for one.
+MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
+    "fxpar_traced_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
+    """Trace the code inside for this mesh; None: for one rank, or an unknown mesh."""
+    token = MESH.set(mesh)
+    try:
+        yield
+    finally:
+        MESH.reset(token)

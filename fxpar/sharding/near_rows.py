@@ -42,10 +42,8 @@ Reaches = tuple[tuple[int, int, Reach], ...]
 
 
 def reaches_of(node: fx.Node) -> Reaches:
-    """Return the dims, of a lookup or an update that accumulates, along which rows are
-    near."""
-    if node.target not in READ + ADDED:
-        return ()
+    """Return the dims along which rows are near, of a call of ``READ``, or of one of
+    ``ADDED`` that accumulates."""
     with _torch.aot.as_compiled():
         return _reaches(node)
 

@@ -8,7 +8,8 @@ Never: depends on a call's shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -191,6 +192,21 @@ def stated_facts(name: str) -> Mapping[str, Any]:
 def name_of(target: Any) -> str:
     """Return the name of an op without its overload."""
     return str(target).rpartition(".")[0]
+
+
+def names_of_ops(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of what a graph calls, of ops without overloads, and the kinds
+    of its other nodes."""
+    targets = {n.target if n.op == "call_function" else n.op for n in graph.nodes}
+    return frozenset(
+        x if isinstance(x, str) else name_of(x) or getattr(x, "__name__", "")
+        for x in targets
+    )
+
+
+def has_any(names: Collection[str], ops: str) -> bool:
+    """Return whether some name is one of ``ops``: words, with ``*`` for any letters."""
+    return any(fnmatch.filter(names, word) for word in ops.split())
 
 
 # Argument names of a mask or bias of attention, in addition to a causal mask.

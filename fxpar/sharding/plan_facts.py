@@ -188,6 +188,7 @@ def describe(
     ]
     results = list(zip(signature.outputs, edges.outputs, strict=True))
     mesh = decision.mesh
+    on_unlike = notes(mesh) if mesh.unlike or any(mesh.unrefined.shares) else []
 
     def written_pairs(
         pairs: Iterable[tuple[str, Spec]],
@@ -208,7 +209,7 @@ def describe(
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.has_rule)),
         decision.reasons or tuple(_reasons(decision)),
         # A saved plan has the notes of its mesh already.
-        tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh)))),
+        tuple(dict.fromkeys((*decision.notes, *on_unlike))),
         memory=memory,
         dearest=_dearest(decision, reshards, priced),
     )

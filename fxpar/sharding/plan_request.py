@@ -225,6 +225,18 @@ class Request:
         return expert_axes(self.mesh) if over is None else over
 
     @property
+    def is_in_parts(self) -> bool:
+        """Return whether a rank may run its batch in parts, one after the other."""
+        return self.pipeline is not None or (self.microbatches or 1) > 1
+
+    @property
+    def has_unlike_ranks(self) -> bool:
+        """Return whether ranks have speeds or shares of their own, or a plan may give
+        them such."""
+        mesh = self.mesh
+        return isinstance(self.mode, Plan) or bool(mesh.unlike) or any(mesh.shares)
+
+    @property
     def label(self) -> str:
         """Return the name, with the rank before it."""
         return self.name if self.rank is None else f"rank{self.rank}/{self.name}"

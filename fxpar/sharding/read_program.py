@@ -23,10 +23,10 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.near_rows import reaches_of, with_windows
+from fxpar.sharding.near_rows import ADDED, READ, reaches_of, with_windows
 from fxpar.sharding.op_table import evaluate, tensors_of
 from fxpar.sharding.ops import row_of
-from fxpar.sharding.ops.embedding import begins_at, in_even_bags
+from fxpar.sharding.ops.embedding import BAGS, in_even_bags
 from fxpar.sharding.ops.own_op_rules import axes_inside, manual_axes, pinned
 from fxpar.sharding.program import (
     OPEN,
@@ -45,10 +45,10 @@ from fxpar.sharding.shift_messages import NAME as SHIFT
 def bag_length(node: fx.Node) -> int | None:
     """Return how many indices each bag has; None if the graph does not say, or they
     differ."""
-    at = begins_at(node.target)
-    if at is None:
+    if node.target not in BAGS:
         return None
-    indices, offsets = node.args[at - 1], node.args[at]
+    at = BAGS[node.target][0].index("ib")
+    indices, offsets = node.args[at : at + 2]
     (count,), (bags,) = indices.meta["val"].shape, offsets.meta["val"].shape
     are_known = isinstance(count, int) and isinstance(bags, int)
     if not are_known or bags < 2 or not count or count % bags:
@@ -113,7 +113,7 @@ class RuleReader:
         if node.meta.get("fxpar_whole"):
             has_rule = not _torch.aot.higher_order_name(node.target)
             return _whole(node), has_rule, next(self._kinds)
-        reaches = reaches_of(node)
+        reaches = reaches_of(node) if node.target in READ + ADDED else ()
         length = bag_length(node)
         call = self._frozen(node.args), self._frozen(node.kwargs)
         key: Any = (node.target, call, reaches, length)

@@ -6,7 +6,7 @@ In: how an op moves rows of a dim (``RowMoves``), the axes that split the dim, a
 which tensors. Out: for each pair of members of a group the ``Run``s of rows that go
 from one to the other, as numbers; the most that a rank sends, and its price. Of several
 exchanges of rows of one tensor: the exchange of the window of rows that all of them
-reach, and whether it takes less time; ``passes.local.share_exchanges`` chooses those
+reach, and whether it takes less time; the step ``share_exchanges`` chooses those
 that share in a local graph, and a search prices the same choice (``search.formulate``).
 Never: looks at graphs.
 """

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
+from fxpar.fusion import schedule_attempts
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.overlap_candidates import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import is_better
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
-from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun
+from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
 from fxpar.passes.simulate.simulate_step import Timeline, Traffic
 from fxpar.sharding.cost.fused_kernels import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
@@ -222,12 +223,11 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("[_, _]", (1024, 64)), *[("[_, _]", (64, 64))] * 3
     toy, programs = Toy(gathered_activations, *given), list[str]()
 
-    def seen(self: PhaseReader, phases: PhasesAsRun) -> Launches:
+    def seen(phases: PhasesAsRun) -> Launches:
         programs.append("".join(map(str, phases.graphs)))
-        return launches_of(self, phases)
+        return launches_as_run(phases)
 
-    launches_of = PhaseReader.launches_of
-    monkeypatch.setattr(PhaseReader, "launches_of", seen)
+    monkeypatch.setattr(schedule_attempts, "launches_as_run", seen)
     chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))

@@ -13,10 +13,9 @@ from torch import fx, nn
 from fxpar.choose_plan import fastest_plan
 from fxpar.config import Options
 from fxpar.graph.graph_bodies import module_of
-from fxpar.passes.boundaries import read_signature
 from fxpar.passes.simulate.emulate_collectives import scatter
 from fxpar.passes.simulate.lockstep import run_ranks
-from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.tracing import TracedCall, read_signature
 from fxpar.sharding.manual_axes import ManualAxes, planned_mesh
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar import _torch
-from fxpar.passes.local.localize import insert_reshards, localize
+from fxpar.passes.localize import insert_reshards, localize
 from fxpar.sharding.decide import Decision
 
 

@@ -12,11 +12,11 @@ from torch import fx, nn
 from fxpar.choose_plan import fastest_plan
 from fxpar.errors import MeshError, PlanError
 from fxpar.features.at_rest import crossings as _crossings  # noqa: F401  (kernels)
-from fxpar.passes.boundaries import Boundaries, absorb, read_signature
+from fxpar.passes.boundaries import Boundaries, absorb
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.tracing import TracedCall, read_signature
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output, Signature

@@ -87,6 +87,15 @@ def test_many_rows_are_exchanged() -> None:
     assert "all_gather" not in {c.kind for c in plan.collectives}
 
 
+def test_a_slice_without_an_end_has_many_rows() -> None:
+    def left(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = x.tanh()
+        later = torch.ops.aten.slice.Tensor(h, 1, 1).exp().sum(1)
+        return (h[:, 0] * h[:, 2] + later) @ w
+
+    check(left, 37, "sp=4")
+
+
 def test_truths_are_not_summed() -> None:
     def found(x: torch.Tensor) -> torch.Tensor:
         return (x > 0)[-1]

@@ -211,6 +211,11 @@ def turns(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rows[..., ::2], rows[..., 1::2]
 
 
+def turns_without_ends(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cut = torch.ops.aten.slice.Tensor
+    return cut(rows, -1, None, None, 2), cut(rows, -1, 1, None, 2)
+
+
 def unlike(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Parts that are no dim of the weight: seven columns, of which six are used."""
     gate, up = rows.split([5, 7], -1)
@@ -243,7 +248,7 @@ def gated_arguments() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mesh", ["ep=2,tp=2", *slow("tp=2", "dp=2,tp=3", "ep=2")])
-@pytest.mark.parametrize("parts", [blocks, turns])
+@pytest.mark.parametrize("parts", [blocks, turns, turns_without_ends])
 def test_a_gate_and_what_it_gates_are_split_alike(parts: Any, mesh: str) -> None:
     """Inside of experts ``tp`` sums once each way; of rows nothing is gathered."""
     args = gated_arguments()

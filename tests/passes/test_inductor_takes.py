@@ -15,8 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
-from fxpar.features.sequences.balance import balances_of
-from fxpar.features.sequences.overlap_attention import rings_of
+from fxpar.features.sequences.overlap_attention import balances_of, rings_of
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Schedule

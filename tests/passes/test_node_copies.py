@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar._torch import node_copies
 from fxpar._torch.dynamo import copy_graph
+from fxpar._torch.fake import new_fake
 from fxpar._torch.objects import calls_where, memory_of
-from fxpar._torch.traced_values import alias_of, new_fake
+from fxpar._torch.traced_values import alias_of
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> Any:

@@ -31,17 +31,16 @@ from fxpar._torch.fake import new_fake_mode
 from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
-from fxpar.passes.boundaries import read_signature
 from fxpar.passes.order.forward_backward import (
     Orders,
     as_run,
     split_phases,
 )
 from fxpar.passes.order.order_collectives import Settings
-from fxpar.passes.simulate.launches import PhaseReader, launches_of
+from fxpar.passes.simulate.launches import launches_as_run, launches_of
 from fxpar.passes.simulate.simulate_step import Simulation, Task, Timeline, simulate
 from fxpar.planning import TracedPlan
-from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.tracing import TracedCall, read_signature
 from fxpar.sharding.cost.hardware_table import (
     LIGHT,
     Hardware,
@@ -779,14 +778,13 @@ def test_a_forward_is_copied_once():
 
 
 def test_launches_of_phases_are_those_of_both_in_one_graph():
-    """Again and again, a forward read once: reading a backward changes none of it."""
+    """Again and again: reading changes nothing."""
     for tag in (False, True):
-        parts, reader = split_phases(joint(tag=tag)), PhaseReader()
+        parts = split_phases(joint(tag=tag))
         orders, steps = Orders(parts), []
         for settings in (Settings(), Settings(bucket=0), Settings()):
             phases = orders.as_run(settings)
-            launches = reader.launches_of(phases)
-            again = reader.launches_of(phases)
+            launches, again = launches_as_run(phases), launches_as_run(phases)
             apart = [
                 simulate(parts.graph, machine().on(MESH), machine(), launches=each)
                 for each in (launches, again)

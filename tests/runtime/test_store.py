@@ -16,12 +16,11 @@ from torch import nn
 import fxpar
 from fxpar import _torch, cache_files, choose_plan, pipeline
 from fxpar.explain.dump import graph_text
-from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.steps import lowering_steps
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.tracing import TracedCall, read_signature
 from fxpar.sharding import decide
 from fxpar.sharding import ops as rule_table
 from fxpar.sharding.mesh import Mesh

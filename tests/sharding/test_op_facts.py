@@ -32,7 +32,7 @@ FORMS = {
     "features/uneven/normalize_shifts.py",  # how rows of a node are read
     "features/experts/normalize_experts.py",  # calls that put rows in order, and back
     "passes/normalize/body_seeds.py",  # how ops draw by index
-    "passes/local/own_shard.py",  # how ops take an offset that is known when they run
+    "passes/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton
     "fusion/kernels/placement.py",
     "passes/simulate/loop_steps.py",  # calls that read a loop's steps and spell no size

@@ -28,13 +28,6 @@ from fxpar.sharding.spec import Spec
 Entry = str | Iterable[str] | None
 
 
-def _word(entry: Entry) -> str:
-    """Return one entry of a hint as text."""
-    if entry is None:
-        return "_"
-    return entry if isinstance(entry, str) else "+".join(entry)
-
-
 def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
     """Hint that ``x`` is sharded as ``dims`` says: ``constrain(x, "dp", None, "tp")``.
 
@@ -52,7 +45,9 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
         )
     if not dims or not torch.compiler.is_compiling():
         return x
-    return torch.ops.fxpar.constrain(x, ",".join(_word(entry) for entry in dims))
+    words = ["_" if x is None else x for x in dims]
+    text = ",".join([x if isinstance(x, str) else "+".join(x) for x in words])
+    return torch.ops.fxpar.constrain(x, text)
 
 
 def global_value(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -326,7 +326,12 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
         _, spec, _, mesh, summed, reduce, _ = how
         axes = tuple(summed.split("+"))
-        ctx.layout = parameter.device_mesh, _unreduced(parameter, axes)
+        names, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
+        partial = [
+            Partial() if name in axes else placement
+            for name, placement in zip(names, placements, strict=True)
+        ]
+        ctx.layout = parameter.device_mesh, partial
         ctx.like = parameter.shape, parameter.stride()
         ctx.how = str(unreduced(Spec.parse(spec), axes)), mesh, reduce
         return torch.ops.fxpar.to_global(parameter.to_local(), *how)
@@ -341,15 +346,6 @@ class _Summed(torch.autograd.Function):
 def to_global_unreduced(parameter: Any, *how: Any) -> torch.Tensor:
     """Return the global value of a parameter whose gradient is left unreduced."""
     return _Summed.apply(parameter, *how)
-
-
-def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
-    """Return the placements of a gradient that is partial over the batch axes."""
-    names = parameter.device_mesh.mesh_dim_names
-    return [
-        Partial() if name in batch else placement
-        for name, placement in zip(names, parameter.placements, strict=True)
-    ]
 
 
 def _is_in_forward() -> bool:

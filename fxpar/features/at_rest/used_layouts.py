@@ -38,14 +38,13 @@ from fxpar.features.at_rest.sharded_modules import (
     Home,
     live_homes,
 )
-from fxpar.passes.boundaries import read_signature
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import HOME, Ranks, coming_graph
 from fxpar.runtime.stage_times import LAYOUT, stage
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.runtime.tracing import TracedCall
+from fxpar.runtime.tracing import TracedCall, read_signature
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import Entries, Hint, axes_of, check, check_chunks, load, read
 from fxpar.sharding.mesh import Mesh, parts_among

@@ -65,18 +65,13 @@ def products_by(sort: fx.Node) -> dict[fx.Node, int]:
         return {}
     out = {}
     for node in sort.graph.nodes:
-        ends = _ends_of(node)
-        if ends is not None and _is_row_ends(ends, sort):
-            out[node] = shape_of(ends)[0]
+        is_aten = node.target is aten._grouped_mm.default
+        is_plain = is_aten and len(node.args) == 3 and not node.kwargs
+        if is_plain or str(node.target) in _GROUPED:
+            ends = node.args[2]  # of groups
+            if _is_row_ends(ends, sort):
+                out[node] = shape_of(ends)[0]
     return out
-
-
-def _ends_of(node: fx.Node) -> Any:
-    """Return where the groups of a grouped product end; None for any other call."""
-    is_aten = node.target is aten._grouped_mm.default
-    if is_aten and len(node.args) == 3 and not node.kwargs:
-        return node.args[2]
-    return node.args[2] if str(node.target) in _GROUPED else None
 
 
 def _is_row_ends(ends: fx.Node, sort: fx.Node) -> bool:

@@ -205,15 +205,12 @@ def _(x, most, room, where, axes=""):
     return torch.empty_like(x)
 
 
-def _counting(x: Any, ids: Any, *options: Any) -> float:
-    room = options[-1]
-    return float(ids[0] if ids[0] < x[0] or not room else ids[0] / room)
-
-
 # Kind of products -> how many rows are multiplied, by the shapes of the rows and of
 # their experts, and the options after these.
 _ROWS: dict[str, Callable[..., float]] = {
-    "expert": _counting,
+    "expert": lambda x, ids, *options: (
+        ids[0] / (1 if ids[0] < x[0] else options[-1] or 1)
+    ),
     "own_expert": lambda x, _, *options: x[0] / options[-3],
     "grouped": lambda x, _, rows: rows,
 }
@@ -352,11 +349,10 @@ def _dispatch_slots(
     experts: int,
     groups: int,
     sources: int,
-    room: int,
-    exact: bool,
+    *options: Any,
 ) -> Any:
     own_sources = sources // call.build.mesh.count(call.results[0].dims[1])
-    return call.same(ids, experts, groups, own_sources, room, exact)
+    return call.same(ids, experts, groups, own_sources, *options)
 
 
 LOCAL["fxpar::dispatch_slots"] = _dispatch_slots

@@ -221,31 +221,20 @@ _SORTED: dict[Any, Localizer] = {OWN_MM: _sort_mm, OWN_OUTER: _sort_outer}
 
 
 def _mm(
-    call: LocalCall,
-    x: fx.Node,
-    weight: fx.Node,
-    ids: fx.Node,
-    groups: int,
-    room: float,
+    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
     experts, axes = call.shapes[1][0], call.operands[1].dims[0]
-    own, *options = _own_ids(call, ids, experts, axes, groups, room)
-    return _later(call, OWN_MM, x, weight, own, *options)
+    own = _own_ids(call, ids, experts, axes, *options)
+    return _later(call, OWN_MM, x, weight, *own)
 
 
 def _outer(
-    call: LocalCall,
-    x: fx.Node,
-    y: fx.Node,
-    ids: fx.Node,
-    experts: int,
-    groups: int,
-    room: float,
+    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, experts: int, *options: Any
 ) -> fx.Node:
     axes = call.results[0].dims[0]
-    own, *options = _own_ids(call, ids, experts, axes, groups, room)
+    own, *own_options = _own_ids(call, ids, experts, axes, *options)
     per_rank = experts // call.build.mesh.count(axes)
-    return _later(call, OWN_OUTER, x, y, own, per_rank, *options)
+    return _later(call, OWN_OUTER, x, y, own, per_rank, *own_options)
 
 
 def _own_ids(

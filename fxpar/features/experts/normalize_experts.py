@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,21 +62,16 @@ class GroupCopies:
         self.rows, self.device = shape_of(key)[0], key.meta["val"].device
         # Rows of all groups, and the experts of rows that a product takes.
         self.count, self.ids = groups * self.rows, key
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._chosen: dict[fx.Node, fx.Node] = {}
-        self._own: fx.Node | None = None
+        # Each is built once for a value.
+        self.of, self.choose = cache(self._of), cache(self._choose)
+        self.is_own = cache(self._is_own)
 
-    def of(self, x: fx.Node) -> fx.Node:
+    def _of(self, x: fx.Node) -> fx.Node:
         """Return rows once for each group. An expanded value is expanded once."""
         if self.groups == 1:
             return x
-        if x not in self._copies:
-            source, leading = before_expand(x)
-            features = shape_of(x)[1:]
-            self._copies[x] = expanded(
-                self.build, source, leading, features, self.groups
-            )
-        return self._copies[x]
+        source, leading = before_expand(x)
+        return expanded(self.build, source, leading, shape_of(x)[1:], self.groups)
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
         """Return rows once for each group, of tokens that each make ``copies`` rows."""
@@ -85,10 +81,10 @@ class GroupCopies:
         x = self.build.call(aten.unsqueeze.default, x, 1)
         return expanded(self.build, x, [tokens, copies], features, self.groups)
 
-    def choose(self, x: fx.Node) -> fx.Node | None:
+    def _choose(self, x: fx.Node) -> fx.Node | None:
         """Return the copy that counts of each row; None if ``x`` cannot be added up."""
-        if self.groups == 1 or x in self._chosen:
-            return self._chosen.get(x, x)
+        if self.groups == 1:
+            return x
         value, call = x.meta["val"], self.build.call
         if not value.dtype.is_floating_point:
             return None
@@ -99,21 +95,18 @@ class GroupCopies:
         zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         parts = call(aten.reshape.default, x, [self.groups, self.rows, *features])
         parts = call(aten.where.self, own, parts, zero)
-        self._chosen[x] = call(aten.sum.dim_IntList, parts, [0])
-        return self._chosen[x]
+        return call(aten.sum.dim_IntList, parts, [0])
 
-    def is_own(self) -> fx.Node:
+    def _is_own(self) -> fx.Node:
         """Return [groups, rows]: whether a row's expert is in a group."""
-        if self._own is None:
-            call, per = self.build.call, self.experts // self.groups
-            with self.build.before(self.key.next):
-                first = self.build.iota(self.groups, self.device, per)
-                first = call(aten.unsqueeze.default, first, 1)
-                low = call(aten.ge.Tensor, self.key, first)
-                end = call(aten.add.Tensor, first, per)
-                high = call(aten.lt.Tensor, self.key, end)
-                self._own = call(aten.bitwise_and.Tensor, low, high)
-        return self._own
+        call, per = self.build.call, self.experts // self.groups
+        with self.build.before(self.key.next):
+            first = self.build.iota(self.groups, self.device, per)
+            first = call(aten.unsqueeze.default, first, 1)
+            low = call(aten.ge.Tensor, self.key, first)
+            end = call(aten.add.Tensor, first, per)
+            high = call(aten.lt.Tensor, self.key, end)
+            return call(aten.bitwise_and.Tensor, low, high)
 
 
 def before_expand(x: fx.Node) -> tuple[Any, list[int]]:
@@ -194,52 +187,37 @@ class DispatchedRows:
         self.shape = [groups, sources, room]
         # Rows of all groups, and the experts of rows that a product takes.
         self.count = groups * sources * room
-        self._sent: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._slots_of: dict[fx.Node, fx.Node] = {}
-        self._combined: dict[fx.Node, fx.Node] = {}
-        self.ids = self._send(key, 1, NONE)
-
-    def of(self, x: fx.Node) -> fx.Node:
-        """Return rows in their slots. An expanded value is sent once."""
-        if x not in self._slots_of:
-            self._slots_of[x] = self._of(x)
-        return self._slots_of[x]
+        # Each is built once for a value.
+        self.of, self.of_tokens = cache(self._of), cache(self._send)
+        self.choose = cache(self._choose)
+        self.key, self.ids = key, self._send(key, 1, NONE)
 
     def _of(self, x: fx.Node) -> fx.Node:
+        """Return rows in their slots. An expanded value is sent once."""
         source, leading = before_expand(x)
         tokens, features = leading[0], list(shape_of(x)[1:])
         if len(leading) == 2 and shape_of(source) == (tokens, 1, *features):
             source = self.build.call(aten.reshape.default, source, [tokens, *features])
             return self.of_tokens(source, leading[1])
-        return self._send(x, 1)
-
-    def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
-        """Return the rows of tokens that each make ``copies`` rows, in their slots."""
-        return self._send(x, copies)
+        return self.ids if x is self.key else self.of_tokens(x, 1)
 
     def _send(self, x: fx.Node, copies: int, fill: int = 0) -> fx.Node:
-        if (x, copies) not in self._sent:
-            call = self.build.call
-            sent = call(ours.dispatch_rows.default, x, self.slot_rows, copies, fill)
-            if self.across:
-                sent = call(ours.exchange_slots.default, sent, self.across)
-            else:
-                full = [self.count, *shape_of(x)[1:]]
-                sent = call(aten.reshape.default, sent, full)
-            self._sent[x, copies] = sent
-        return self._sent[x, copies]
+        """Return the rows of tokens that each make ``copies`` rows, in their slots."""
+        call = self.build.call
+        sent = call(ours.dispatch_rows.default, x, self.slot_rows, copies, fill)
+        if self.across:
+            return call(ours.exchange_slots.default, sent, self.across)
+        return call(aten.reshape.default, sent, [self.count, *shape_of(x)[1:]])
 
-    def choose(self, x: fx.Node) -> fx.Node:
+    def _choose(self, x: fx.Node) -> fx.Node:
         """Return each row from its slot."""
-        if x not in self._combined:
-            call, full = self.build.call, [*self.shape, *shape_of(x)[1:]]
-            if self.across:
-                sizes = self.shape[:2]
-                slots = call(ours.return_slots.default, x, *sizes, self.across)
-            else:
-                slots = call(aten.reshape.default, x, full)
-            self._combined[x] = call(ours.combine_rows.default, slots, self.slots)
-        return self._combined[x]
+        call, full = self.build.call, [*self.shape, *shape_of(x)[1:]]
+        if self.across:
+            sizes = self.shape[:2]
+            slots = call(ours.return_slots.default, x, *sizes, self.across)
+        else:
+            slots = call(aten.reshape.default, x, full)
+        return call(ours.combine_rows.default, slots, self.slots)
 
 
 # Rows that are sorted
@@ -327,10 +305,6 @@ class Mixture:
             return None
         return rows.plain, self.numbers.get(rows.plain)
 
-    def _item_of(self, node: fx.Node) -> _SortedRows | fx.Node | None:
-        source, i = call_of(node)
-        return self.results.get(source, {}).get(i)
-
     def _index(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, (index, *further_indices) = _arguments(node, 2)
         if further_indices:
@@ -343,9 +317,12 @@ class Mixture:
             return None
         row_index, divisor = lookup
         if self._is_by_expert(x, row_index):
-            mm, weight = ours.expert_mm.default, self._wide(x)
+            # [experts, n] as weights [experts, width, n]
+            weight = self.build.call(aten.unsqueeze.default, x, 1)
+            weight = self.build.pad(weight, (0, _WIDTH - 1, 0))
             args = self._ones(x), weight, self.copies.ids, *self.copies.options
-            return _SortedRows(0, per_group=self.build.call(mm, *args))
+            product = self.build.call(ours.expert_mm.default, *args)
+            return _SortedRows(0, per_group=product)
         tokens, *features = shape_of(x)
         if divisor is None or tokens * divisor != self.rows:
             x = self.build.call(aten.index.Tensor, x, [row_index])
@@ -369,11 +346,6 @@ class Mixture:
         floats = of_experts and x.meta["val"].dtype.is_floating_point
         has_count = index is self.key and isinstance(self.copies.count, int)
         return groups > 1 and floats and has_count
-
-    def _wide(self, x: fx.Node) -> fx.Node:
-        """Return [experts, n] as weights [experts, width, n]."""
-        rows = self.build.call(aten.unsqueeze.default, x, 1)
-        return self.build.pad(rows, (0, _WIDTH - 1, 0))
 
     def _ones(self, like: fx.Node) -> fx.Node:
         """Return ones, [rows of all groups, width]."""
@@ -609,7 +581,9 @@ def _reader_note(reader: fx.Node) -> str:
 
 # How a call is rewritten that reads in another way than row by row.
 _READS: dict[Any, Callable[[Mixture, fx.Node], Any]] = {
-    operator.getitem: Mixture._item_of,
+    operator.getitem: lambda mixture, node: mixture.results.get(node.args[0], {}).get(
+        node.args[1]
+    ),
     aten.index.Tensor: Mixture._index,
     aten._unsafe_index.Tensor: Mixture._index,
     aten.index_put.default: Mixture._put,

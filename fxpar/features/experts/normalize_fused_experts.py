@@ -128,6 +128,7 @@ def _turns(rows: fx.Node) -> _Parts | None:
         if user.target is not aten.slice.Tensor or len(user.args) < 5:
             return None
         _, dim, start, end, step = user.args
+        start, end = start or 0, n if end is None else end
         turns = dim in (1, -1) and end >= n and step == count and n % step == 0
         if not turns or not 0 <= start < step or values[start] is not None:
             return None
@@ -161,6 +162,7 @@ def _turn(x: Any) -> tuple[int, fx.Node] | None:
         return None
     zeros, values, dim, start, end, step = x.args
     n = shape_of(x)[1]
+    start, end = start or 0, n if end is None else end
     fits = dim in (1, -1) and end >= n and step == 2 and n % 2 == 0
     return (start, values) if is_zeros(zeros) and fits and start in (0, 1) else None
 

@@ -6,7 +6,7 @@ for it. Never: a change to a graph without them.
 
 from __future__ import annotations
 
-from fxpar.features.feature import Feature, has, steps_of
+from fxpar.features.feature import Feature, steps_of
 
 # Rewrites calls of bodies that draw, from the first trace on.
 from fxpar.passes.normalize.body_seeds import refuse_draws
@@ -20,17 +20,17 @@ _REGIONS = f"{_BODIES} fxpar.enter_region fxpar.leave_region"
 FEATURE = Feature(
     "regions",
     {
-        "traced": [_step("show_bodies", has(_BODIES), optional=False)],
+        "traced": [_step("show_bodies", _BODIES, optional=False)],
         "share_by_speed": [
-            _step("absorb_regions", has(_REGIONS), optional=False),
+            _step("absorb_regions", _REGIONS, optional=False),
             Pass(
                 "refuse_body_draws",
                 lambda graph, _: refuse_draws(graph),
                 optional=False,
-                when=has(_BODIES),
+                ops=_BODIES,
             ),
-            _step("count_loop_steps", has(_BODIES), optional=False),
+            _step("count_loop_steps", _BODIES, optional=False),
         ],
     },
-    choices=(has("fxpar.choose_body"), f"{__name__}.manual_regions"),
+    choices=("fxpar.choose_body", f"{__name__}.manual_regions"),
 )

@@ -540,15 +540,11 @@ def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:
     choice_of: dict[Any, tuple[set[int], int]] = {}
     for region, (first, *_) in by_region.items():
         bodies = len(first.args[0])
-        shapes = tuple(_shape(node.args[0][0]) for node in by_region[region])
+        values = [n.args[0][0].meta.get("val") for n in by_region[region]]
+        shapes = tuple(() if x is None else tuple(x.shape) for x in values)
         key = user_line(first), bodies, shapes
         choice_of.setdefault(key, (set(), bodies))[0].add(region)
     return choice_of
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return () if value is None else tuple(value.shape)
 
 
 def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from fxpar.errors import FxparError, RegionError
 from fxpar.features.regions.manual_regions import FUNCTIONAL
 from fxpar.graph import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.runtime.ranks.groups import join
-from fxpar.runtime.tracing import raised_at, users_line
+from fxpar.runtime.tracing import MESH, raised_at, users_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -124,22 +123,6 @@ def hint_of(dims: list[Any]) -> str:
     return ",".join(["+".join(axes) + "?" for axes in dims])
 
 
-# Returns the mesh that code is traced for; None while it is not traced for one.
-_MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
-    "fxpar_region_mesh", default=None
-)
-
-
-@contextlib.contextmanager
-def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
-    """Trace the code inside for this mesh; None: for one rank, or an unknown mesh."""
-    token = _MESH.set(mesh)
-    try:
-        yield
-    finally:
-        _MESH.reset(token)
-
-
 @dataclass(frozen=True)
 class _Open:
     """Is a region whose function is being traced, or is running on one rank."""
@@ -169,7 +152,7 @@ _regions = _Regions()
 
 def _traced_mesh() -> Mesh | None:
     """Return the mesh that code is traced for; None if it is not known."""
-    mesh_source = _MESH.get()
+    mesh_source = MESH.get()
     if mesh_source is not None:
         return mesh_source()
     from fxpar.runtime.calls.outside_graphs import options_of_call

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,10 @@ def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     unmerged, arguments = arguments, _with_one_mask(call, arguments, 0)
     values = call.node.meta["val"]
     if arguments["is_causal"]:
-        results = _causal(call, arguments)
+        operands = (arguments[name] for name in ("query", "key", "value"))
+        op, ahead = ours.causal_attention.default, _ahead(call, 0)
+        node = call.build.call(op, *operands, ahead, arguments["scale"])
+        results = merge_attention.items(call.build, node)
         if isinstance(values, torch.Tensor):
             return restrided(call.build, results[0], values)
         further_results = [_unread(call, results[0], x) for x in values[2:]]
@@ -124,28 +128,18 @@ def forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
         if not keys and tuple(lse.shape) == value_of(call.local_shape(1)):
             return node
         every = [
-            _result(call, node, i) if isinstance(x, torch.Tensor) else x
+            call.build.call(operator.getitem, node, i)
+            if isinstance(x, torch.Tensor)
+            else x
             for i, x in enumerate(values)
         ]
         results, further_results = every[:2], every[2:]
     out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
     if keys:
-        out, lse = _merged(call, out, lse, _mask(arguments))
+        masks = (arguments[n] for n in BIASES if arguments.get(n) is not None)
+        out, lse = _merged(call, out, lse, next(masks, None))
     out = restrided(call.build, out, values[0])
     return (out, _as_kernel(call, lse, call.local_shape(1)), *further_results)
-
-
-def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
-    """Return output and log-sum-exp of this rank's queries over its keys."""
-    tensors = (arguments[name] for name in ("query", "key", "value"))
-    op = ours.causal_attention.default
-    node = call.build.call(op, *tensors, _ahead(call, 0), arguments["scale"])
-    return [_result(call, node, i) for i in range(2)]
-
-
-def _mask(arguments: dict[str, Any]) -> fx.Node | None:
-    """Return the mask or bias of a call."""
-    return next((arguments[n] for n in BIASES if arguments.get(n) is not None), None)
 
 
 def _merged(
@@ -188,9 +182,8 @@ def backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     tensors = (arguments[name] for name in ("query", "key", "value", "out"))
     op, ahead = ours.causal_attention_backward.default, _ahead(call, 1)
     node = call.build.call(op, grad, *tensors, weights, ahead, arguments["scale"])
-    gradients = (
-        restrided(call.build, _result(call, node, i), values[i]) for i in range(3)
-    )
+    item = partial(call.build.call, operator.getitem, node)
+    gradients = (restrided(call.build, item(i), values[i]) for i in range(3))
     return (*gradients, *(None for _ in values[3:]))
 
 
@@ -220,10 +213,6 @@ def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
 def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
     """Return a log-sum-exp with this many more queries, which see nothing."""
     return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
-
-
-def _result(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
-    return call.build.call(operator.getitem, node, i)
 
 
 def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:

@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences import (
-    merge_attention,
-)
+from fxpar.features.sequences import merge_attention
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
@@ -68,10 +66,7 @@ def forward(
 ) -> Any:  # fmt: skip
     if call.operands[0].dims[2]:
         q = _of_its_own(call, q)
-    score, mask = (
-        _with_global_index(call, score, SCORE),
-        _own_mask(call, mask),
-    )
+    score, mask = _with_global_index(call, score, SCORE), _own_mask(call, mask)
     options = _of_parts(call, options)
     node = call.same(q, k, v, score, mask, scale, options, *captured)
     axes = call.operands[1].dims[2]

@@ -315,10 +315,6 @@ def _unsqueeze(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int]:
     return [*steps[:dim], 0, *steps[dim:]]
 
 
-def _permute(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int]:
-    return [steps[dim] for dim in node.args[1]]
-
-
 def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
     """Return the steps after a view that adds or removes dims of one element; any view
     of a constant has no steps."""
@@ -426,7 +422,7 @@ _RULES_BY_NAME: dict[str, PlaceRule] = {
     "alias": _SAME,
     "clone": _SAME,
     "unsqueeze": _moves_elements(_unsqueeze),
-    "permute": _moves_elements(_permute),
+    "permute": _moves_elements(lambda node, steps: [steps[d] for d in node.args[1]]),
     "view": _moves_elements(_view),
     "reshape": _moves_elements(_view),
     "slice": _slice,

@@ -1,9 +1,19 @@
-"""Applies verb ``overlap`` to gathers and an attention that reads them, by the ring for
-its kind.
+"""Applies verbs to attention: ``overlap`` to gathers and an attention that reads them,
+by the ring for its kind, and ``balance``. ``proposals`` gives the lines that a graph
+takes.
 
-In: an Edit, gathers, and an attention. Out: its results from parts of keys and values
-that travel along a ring. ``proposals`` gives the lines that a graph takes. Never
-changes a mask: parts count from where they begin.
+``overlap``. In: an Edit, gathers, and an attention. Out: its results from parts of keys
+and values that travel along a ring. Never changes a mask: parts count from where they
+begin.
+
+``balance``: queries of causal attention change places, so that all ranks have equal
+work. In: an Edit and an attention with a causal mask by index, its queries split along
+the sequence. Out: a balanced attention in its place. Of such queries the first rank's
+see few keys, the last rank's all. Each rank keeps the first half of its queries and
+swaps the second with its mirror, the rank as far from the other end; results are
+swapped back. In a backward, operands that belong to queries are swapped, and their
+gradients swapped back. Keys are whole, and never change places. This is the head-tail
+order of Llama 3 (arXiv 2407.21783, section 3.3.2), for attention alone.
 
 The ring of a balanced attention: after ``balance(attention)`` the verb ``overlap([ag,
 ag_1], attention, ring=1)`` has keys change places as queries did: a rank keeps the
@@ -31,22 +41,28 @@ import torch
 from torch import fx
 
 from fxpar.features.sequences import local_flex
-from fxpar.features.sequences.balance import balances_of, mirrored
-from fxpar.features.sequences.merge_attention import RunningAttention
+from fxpar.features.sequences.merge_attention import RunningAttention, items
 from fxpar.features.sequences.ring_attention import (
     FLEX,
+    SEQUENCE,
     Result,
     RingAttention,
     form_of,
 )
+from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_attempts import Attempts
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.verbs.ring import Ring
+from fxpar.fusion.verbs.ring import Ring, of_rank
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
+from fxpar.passes.lower import restrided
+from fxpar.sharding import rank_ints
+from fxpar.sharding.cost.program_kernels import obstacle
+from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
+ours = torch.ops.fxpar
 
 
 class _HalvesRing(Ring):
@@ -68,7 +84,9 @@ class BalancedRing(RingAttention):
 
     kind = _HalvesRing
 
-    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+    def _check(
+        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
+    ) -> None:
         self._check_ring(chunks, dim, ring)
 
     def _shards(self, build: Builder) -> list[fx.Node]:
@@ -87,16 +105,13 @@ class BalancedRing(RingAttention):
     ) -> fx.Node:
         """Append the attention on the i-th part, whose first half keeps its place and
         whose second half is as far from the end as the first from the begin."""
-        args, rows = self._arguments(ring, i, parts), self.size // ring.chunks
+        values, rows = self._arguments(ring, i, parts), self.size // ring.chunks
         start = self._start(build, ring, i, self.size)
-        *args, near_ahead, far_ahead, _, scale = args
-        aheads = [
-            build.compute(operator.sub, ahead, start)
-            for ahead in (near_ahead, far_ahead)
-        ]
+        for name in ("near_ahead", "far_ahead"):
+            values[name] = build.compute(operator.sub, values[name], start)
         back = build.compute(operator.mul, start, 2)
-        gap = build.compute(operator.sub, self.size - rows // 2, back)
-        return build.call(self.node.target, *args, *aheads, gap, scale)
+        values["gap"] = build.compute(operator.sub, self.size - rows // 2, back)
+        return build.call(self.node.target, *values.values())
 
 
 # Names of arguments that are functions of scores.
@@ -114,9 +129,11 @@ _KEYS, _BY_QUERIES, _BY_KEYS, _ORDER, _BLOCK = 1, (2, 4), (6, 8), slice(10, -3),
 class FlexRing(RingAttention):
     """Is a flex_attention, the gathers it reads, and the ops between them."""
 
-    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
-        super()._check(chunks, dim, ring)
-        mask = self.form.argument(self.node, "block_mask")
+    def _check(
+        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
+    ) -> None:
+        super()._check(queries, chunks, dim, ring)
+        mask = self.arguments["block_mask"]
         block = mask[_BLOCK]
         if any(x is not None for x in mask[_ORDER]):
             raise refuse("overlap", self.node, "writes in an order of all blocks")
@@ -135,28 +152,21 @@ class FlexRing(RingAttention):
     def _on_part(
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
-        args, names = self._arguments(ring, i, parts), self.form.names
-        key = local_flex.SCORE[-1]
+        values, key = self._arguments(ring, i, parts), local_flex.SCORE[-1]
         for name in _SCORES:
-            if name in names:
-                at = names.index(name)
-                args[at] = self._counting_on(build, ring, i, args[at], key)
-        at = names.index("block_mask")
-        args[at] = self._mask_on(build, ring, i, args[at])
-        at = names.index("kernel_options")
-        args[at] = local_flex.weighted_options(args[at])
-        return self._call(build, args)
-
-    def _call(self, build: Builder, args: Sequence[Any]) -> fx.Node:
-        """Append the attention on a part. Only gradients of keys and values have
-        another shape than in the whole: functions of scores need not run for fake
-        values."""
-        node = build.graph.call_function(self.node.target, tuple(args))
+            if name in values:
+                values[name] = self._counting_on(build, ring, i, values[name], key)
+        values["block_mask"] = self._mask_on(build, ring, i, values["block_mask"])
+        options = local_flex.weighted_options(values["kernel_options"])
+        values["kernel_options"] = options
+        # Only gradients of keys and values have another shape than in the whole:
+        # functions of scores need not run for fake values.
+        node = build.graph.call_function(self.node.target, tuple(values.values()))
         results = list(self.node.meta["val"])
         if self.form.backward:
-            read = args[self.form.keys : self.form.keys + 2]
+            read = [values[name].meta["val"] for name in self.form.read[1:]]
             with build.fake_mode:
-                results[1:3] = [torch.empty_like(x.meta["val"]) for x in read]
+                results[1:3] = map(torch.empty_like, read)
         node.meta["val"] = tuple(results)
         build.stamp(node)
         return node
@@ -239,7 +249,8 @@ def rings_of(graph: fx.Graph) -> Schedule:
         form = form_of(node.target)
         if form is None:
             continue
-        sources = [_gather_of(node.args[form.keys + i]) for i in range(2)]
+        arguments = form.arguments(node)
+        sources = [_gather_of(arguments[name]) for name in form.read[1:]]
         gathers = [gather for gather in sources if gather is not None]
         names = tuple(dict.fromkeys(gather.name for gather in gathers))
         if len(gathers) == 2 and len({gather.args[1:] for gather in gathers}) == 1:
@@ -274,3 +285,139 @@ def overlap(
     if form in FLEX.values():
         scheme = FlexRing
     return scheme(edit, form, starts, ends[0], ring, chunks, dim).run()
+
+
+# The verb ``balance``
+
+_FORWARD = ours.causal_attention.default
+_BACKWARD = ours.causal_attention_backward.default
+
+
+def balances_of(graph: fx.Graph, mesh: Mesh) -> Schedule:
+    """Return a line for each attention of a local graph that can be balanced."""
+    lines = [
+        Line("balance", (node.name,))
+        for node in graph.nodes
+        if node.target in (_FORWARD, _BACKWARD) and _obstacle(node, mesh) is None
+    ]
+    return Schedule(tuple(lines))
+
+
+def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
+    """Apply ``balance(attention)``. Return its output, or the gradient of queries."""
+    if node.target not in (_FORWARD, _BACKWARD):
+        raise refuse("balance", node, "is not attention with a causal mask by position")
+    why = _obstacle(node, edit.mesh)
+    if why is not None:
+        raise refuse("balance", node, why)
+    rewrite = _balanced if node.target is _FORWARD else _balanced_backward
+    with edit.before(node) as build:
+        results = rewrite(build, node)
+    users = list(node.users)
+    for user in users:
+        user.replace_all_uses_with(results[user.args[1]])
+    edit.erase(users)
+    arrange(edit.graph)
+    return [results[0]]
+
+
+def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
+    """Return why an attention cannot be balanced; None if it can."""
+    queries, keys = _rows(node)
+    ahead: Any = _ahead(node)
+    if not isinstance(ahead, fx.Node) or ahead.target is not rank_ints.offset:
+        return (
+            "has queries that begin at the same position on all ranks, or not at "
+            "equal steps"
+        )
+    _, axes, stride, *begin = ahead.args
+    count = mesh.count(axes)
+    if stride != queries or any(begin):
+        return "has queries that are not in order"
+    why = obstacle(queries, keys, count)
+    if why is not None:
+        return why
+    if any(user.target is not operator.getitem for user in node.users):
+        return "gives a tuple that is read whole"
+    return None
+
+
+def _rows(node: fx.Node) -> tuple[int, int]:
+    """Return the numbers of queries and of keys of a call."""
+    first = int(node.target is _BACKWARD)
+    query, key = (x.meta["val"] for x in node.args[first : first + 2])
+    return query.shape[SEQUENCE], key.shape[SEQUENCE]
+
+
+def _ahead(node: fx.Node) -> Any:
+    return node.args[-2]
+
+
+def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
+    """Return ``x`` of the mirror rank: as far from the other end of those along
+    axes."""
+    last = build.mesh.count(axes) - 1
+    return of_rank(build, x, axes, lambda i: last - i)
+
+
+class _Halves:
+    """Splits and joins tensors with one row for each query: the half that a rank keeps,
+    and the half that it swaps."""
+
+    def __init__(self, build: Builder, node: fx.Node) -> None:
+        self.build, self.rows = build, _rows(node)[0]
+        self.axes = tuple(_ahead(node).args[1])
+
+    def places(self) -> tuple[Any, Any, int]:
+        """Return the index of the first query in each half that a rank attends: its own
+        first half, and the second half of its mirror rank; and of the second half of
+        the keys."""
+        half, count = self.rows // 2, self.build.mesh.count(self.axes)
+        near = self.build.offset(self.axes, 2 * half)
+        far = self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
+        return near, far, count * half
+
+    def swapped(self, x: fx.Node) -> fx.Node:
+        """Return ``x`` of the mirror rank."""
+        return mirrored(self.build, x, self.axes)
+
+    def split(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Return the rows that a rank attends: its own first half, and the mirror's
+        second."""
+        slice_, half = aten.slice.Tensor, self.rows // 2
+        near = self.build.call(slice_, x, SEQUENCE, 0, half)
+        far = self.build.call(slice_, x, SEQUENCE, half, self.rows)
+        return near, self.swapped(far)
+
+    def joined(self, near: fx.Node, far: fx.Node, like: torch.Tensor) -> fx.Node:
+        """Return the rows in their first order, laid out as ``like``: inverse of
+        ``split``."""
+        rows = [near, self.swapped(far)]
+        return restrided(self.build, self.build.call(aten.cat.default, rows, 2), like)
+
+
+def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
+    """Return output and log-sum-exp, by position."""
+    query, key, value, _, scale = node.args
+    halves, whole = _Halves(build, node), node.meta["val"]
+    near, far = halves.split(query)
+    op = ours.balanced_causal_attention.default
+    arguments = near, key, value, far, *halves.places(), scale
+    outputs = build.call(op, *arguments)
+    near_out, near_lse, far_out, far_lse = items(build, outputs)
+    return {
+        0: halves.joined(near_out, far_out, whole[0]),
+        1: halves.joined(near_lse, far_lse, whole[1]),
+    }
+
+
+def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
+    """Return gradients of queries, keys and values, by position."""
+    grad, query, key, value, out, lse, _, scale = node.args
+    halves, whole = _Halves(build, node), node.meta["val"]
+    sets = [halves.split(x) for x in (grad, query, out, lse)]
+    near, far = zip(*sets, strict=True)
+    op = ours.balanced_causal_attention_backward.default
+    arguments = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)
+    near_dq, far_dq, dk, dv = items(build, build.call(op, *arguments))
+    return {0: halves.joined(near_dq, far_dq, whole[0]), 1: dk, 2: dv}

@@ -1,9 +1,9 @@
 """Applies verb ``overlap`` to gathers of keys and values and an attention that reads
 them.
 
-In: an Edit, the gathers, the attention, and its ``AttentionForm``, which says where its
-arguments are and is read off the op's schema; flex_attention has none, so that its form
-is written here. Out: its results, from parts of keys and values.
+In: an Edit, the gathers, the attention, and its ``AttentionForm``, which names its
+arguments and is read off the op's schema; flex_attention has none, so that its form is
+written here. Out: its results, from parts of keys and values.
 
 ``overlap([ag, ag_1], attention, ring=1)``: keys and values go from neighbour to
 neighbour, and no rank ever holds all of them. A rank attends its queries to each part
@@ -48,47 +48,40 @@ from fxpar.sharding.op_facts import BIASES
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Says which arguments an attention has at which positions.
+    """Names the arguments of an attention.
 
     Its first results are the output and a log-sum-exp of each query, or the gradients
     of queries, keys and values.
     """
 
-    # Position of the keys; the queries are before them, the values after.
-    keys: int
-    # Position of the first query's index, for a causal mask by index.
-    ahead: int | None
-    # Whether it gives gradients.
-    backward: bool
     # Names of all arguments, in order; those by keyword too.
     names: tuple[str, ...]
+    # Whether it gives gradients.
+    backward: bool
     # Sets of queries: each has an output and a log-sum-exp, or gradients, of its own.
     sets: int = 1
 
-    def argument(self, node: fx.Node, *names: str) -> Any:
-        """Return the argument of a call that has one of these names; None if not
-        given."""
-        for name in names:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            place = self.names.index(name) if name in self.names else len(node.args)
-            if place < len(node.args):
-                return node.args[place]
-        return None
+    @property
+    def read(self) -> tuple[str, str, str]:
+        """Return the names of queries, keys and values."""
+        at = self.names.index("k" if "k" in self.names else "key")
+        query, key, value = self.names[at - 1 : at + 2]
+        return query, key, value
+
+    def arguments(self, node: fx.Node) -> dict[str, Any]:
+        """Return the arguments that a call gives, by name."""
+        return dict(zip(self.names, node.args, strict=False)) | node.kwargs
 
 
 _FLEX = "query key value {} block_mask scale kernel_options score_others mask_others"
 _FLEX_BACKWARD = "out logsumexp grad_out grad_logsumexp fw_graph joint_graph"
-
-
-def _flex(functions: str, *, backward: bool) -> AttentionForm:
-    names = tuple(_FLEX.format(functions).split())
-    return AttentionForm(keys=1, ahead=None, backward=backward, names=names)
-
-
-FLEX: dict[str, AttentionForm] = {
-    "higher_order::flex_attention": _flex("score_mod", backward=False),
-    "higher_order::flex_attention_backward": _flex(_FLEX_BACKWARD, backward=True),
+FLEX = {
+    "higher_order::flex_attention": AttentionForm(
+        tuple(_FLEX.format("score_mod").split()), backward=False
+    ),
+    "higher_order::flex_attention_backward": AttentionForm(
+        tuple(_FLEX.format(_FLEX_BACKWARD).split()), backward=True
+    ),
 }
 
 
@@ -105,13 +98,7 @@ def form_of(target: Any) -> AttentionForm | None:
     balanced = "near_ahead" in names
     if "_scaled_dot" not in name and "ahead" not in names and not balanced:
         return None
-    return AttentionForm(
-        keys=names.index("k" if "k" in names else "key"),
-        ahead=names.index("ahead") if "ahead" in names else None,
-        backward="backward" in name,
-        names=names,
-        sets=2 if balanced else 1,
-    )
+    return AttentionForm(names, "backward" in name, sets=2 if balanced else 1)
 
 
 aten = torch.ops.aten
@@ -145,12 +132,13 @@ class RingAttention:
             if gather.target is not collective_nodes.all_gather:
                 raise refuse("overlap", gather, "is no gather of keys or values")
         self.axes = collective_nodes.axes_of(gathers[0])
-        self.read: Any = node.args[form.keys : form.keys + 2]
-        self.size = self.read[0].meta["val"].shape[SEQUENCE]
-        self._check(chunks, dim, ring)
-        masks = (name for name in BIASES if form.argument(node, name) is not None)
+        self.arguments = form.arguments(node)
+        queries, *read = (self.arguments[name] for name in form.read)
+        self.size = read[0].meta["val"].shape[SEQUENCE]
+        self._check(queries, chunks, dim, ring)
+        masks = (name for name in BIASES if self.arguments.get(name) is not None)
         self.mask = next(masks, None)
-        paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
+        paths = chunked.between(gathers, tuple(dict.fromkeys(read)))
         self.path = [n for n in paths if n not in gathers]
 
     def _check_ring(self, chunks: int | None, dim: int | None, ring: int) -> None:
@@ -163,17 +151,18 @@ class RingAttention:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
 
-    def _check(self, chunks: int | None, dim: int | None, ring: int) -> None:
+    def _check(
+        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
+    ) -> None:
         self._check_ring(chunks, dim, ring)
         node = self.node
-        queries = node.args[self.form.keys - 1]
-        if self.form.argument(node, "is_causal"):
+        if self.arguments.get("is_causal"):
             raise refuse("overlap", node, "counts positions from its first key")
-        if any(self.form.argument(node, "grad_input_mask") or ()[3:]):
+        if any(self.arguments.get("grad_input_mask", ())[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
-        backward = self.form.backward
-        lse = self.form.argument(node, "logsumexp") if backward else node
-        value = lse.meta["val"] if backward else lse.meta["val"][1]
+        value = node.meta["val"][1]
+        if self.form.backward:
+            value = self.arguments["logsumexp"].meta["val"]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
 
@@ -213,39 +202,40 @@ class RingAttention:
         self, build: Builder, ring: Ring, i: int, parts: Sequence[fx.Node]
     ) -> fx.Node:
         """Append the attention on the i-th part of keys and values."""
-        args = self._arguments(ring, i, parts)
-        if self.form.ahead is not None:
-            ahead, start = args[self.form.ahead], self._start(build, ring, i, self.size)
-            args[self.form.ahead] = build.compute(operator.sub, ahead, start)
-        kwargs = dict(self.node.kwargs)
-        mask = self._mask_of_part(build, ring, i)
-        if self.mask in kwargs:
-            kwargs[self.mask] = mask
-        elif self.mask is not None:
-            args[self.form.names.index(self.mask)] = mask
-        return build.call(self.node.target, *args, **kwargs)
+        values = self._arguments(ring, i, parts)
+        if "ahead" in values:
+            start = self._start(build, ring, i, self.size)
+            values["ahead"] = build.compute(operator.sub, values["ahead"], start)
+        if self.mask is not None:
+            values[self.mask] = self._mask_of_part(build, ring, i, values[self.mask])
+        args, names = list(values.values()), list(values)
+        count = len(self.node.args)
+        kwargs = dict(zip(names[count:], args[count:], strict=True))
+        return build.call(self.node.target, *args[:count], **kwargs)
 
-    def _arguments(self, ring: Ring, i: int, parts: Sequence[fx.Node]) -> list[Any]:
-        """Return the arguments of the attention with the i-th part of keys and
-        values."""
+    def _arguments(
+        self, ring: Ring, i: int, parts: Sequence[fx.Node]
+    ) -> dict[str, Any]:
+        """Return the arguments of the attention, by name and in their order, with the
+        i-th part of keys and values."""
         sliced = {
             gather: SlicePart(part, int(gather.args[1]))
             for gather, part in zip(self.gathers, parts, strict=True)
         }
         slices = {gather: (part.node, part.dim) for gather, part in sliced.items()}
         slices |= chunked.on_part(self.edit, self.path, sliced, ring, i)
-        args = list(self.node.args)
-        for position, whole in enumerate(self.read, self.form.keys):
-            if slices.get(whole, (whole, None))[1] != SEQUENCE:
+        values = dict(self.arguments)
+        for name in self.form.read[1:]:
+            part, dim = slices.get(values[name], (None, None))
+            if dim != SEQUENCE:
                 raise refuse("overlap", self.node, "reads no parts of the sequence")
-            args[position] = slices[whole][0]
-        return args
+            values[name] = part
+        return values
 
-    def _mask_of_part(self, build: Builder, ring: Ring, i: int) -> fx.Node | None:
-        """Append the mask of the i-th part of the keys; None if there is no mask."""
-        if self.mask is None:
-            return None
-        mask = self.form.argument(self.node, self.mask)
+    def _mask_of_part(
+        self, build: Builder, ring: Ring, i: int, mask: fx.Node
+    ) -> fx.Node:
+        """Append the mask of the i-th part of the keys."""
         last = mask.meta["val"].dim() - 1
         if mask.meta["val"].shape[last] == 1:
             return mask
@@ -286,7 +276,7 @@ class RingAttention:
         out, lse = (build.call(operator.getitem, attention, at + k) for k in range(2))
         if self.mask is None:
             return out, lse
-        return out, of_visible(build, lse, self.form.argument(attention, *BIASES))
+        return out, of_visible(build, lse, self.form.arguments(attention)[self.mask])
 
     def _logs(
         self, build: Builder, total: fx.Node, running: RunningAttention
@@ -326,7 +316,8 @@ class RingAttention:
         scatters = [end.scatter for end in ends]
         with self.edit.before(max([self.node, *scatters])) as build:
             ring, shards = self._ring(), self._shards(build)
-            coming = _far_first(build, ring, shards, self.node.args[0])
+            grad = self.arguments.get("grad_out", self.node.args[0])
+            coming = _far_first(build, ring, shards, grad)
             sums = dict[Result, fx.Node]()
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 

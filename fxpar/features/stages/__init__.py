@@ -6,34 +6,21 @@ for it. Never: a change to a program whose request has neither.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
 from fxpar.features.feature import Feature, later, steps_of
 from fxpar.graph.pipeline_ops import OF_STAGES
 
 _step = steps_of(f"{__name__}.stage_steps")
-
-
-def _has_stages(_: Collection[str], state: Any) -> bool:
-    has_stages: bool = state.request.pipeline is not None
-    return has_stages
-
-
-def _has_parts(_: Collection[str], state: Any) -> bool:
-    request = state.request
-    return request.pipeline is not None or (request.microbatches or 1) > 1
-
+_STAGES = "request.pipeline"
 
 FEATURE = Feature(
     "stages",
     {
         "share_exchanges": [
-            _step("find_stages", _has_stages, optional=False),
-            _step("cut_batch", _has_parts, optional=False),
+            _step("find_stages", setting=_STAGES, optional=False),
+            _step("cut_batch", setting="request.is_in_parts", optional=False),
         ],
-        "pair_reductions": [_step("order_stages", _has_stages, optional=False)],
-        "local": [_step("take_place", _has_stages, optional=False)],
+        "pair_reductions": [_step("order_stages", setting=_STAGES, optional=False)],
+        "local": [_step("take_place", setting=_STAGES, optional=False)],
     },
     ops=[f"{__name__}.sums_of_parts"],
     lowerings=[f"{__name__}.sums_of_parts"],

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from fxpar.errors import PlanError
@@ -311,7 +312,8 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
                 last[read] = max(last.get(read, -1), at)
     changes = [0] * (len(chain) + 1)
     for node, i in place.items():
-        if last.get(node, -1) > i and _is_tensor(node):
+        # Of several results the items cross.
+        if last.get(node, -1) > i and isinstance(node.meta.get("val"), torch.Tensor):
             changes[i + 1] += bytes_of(node)
             changes[last[node] + 1] -= bytes_of(node)
     out, total = [], 0
@@ -332,11 +334,6 @@ def _between_ops(
         for cost, number, before in pairs
     ]
     return out if sum(map(math.isfinite, out[1:])) >= count - 1 else crossing
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, (tuple, list)) and bool(tensors_in(value))
 
 
 def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:

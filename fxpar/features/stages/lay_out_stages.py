@@ -126,19 +126,16 @@ def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     stack = list(ends)
     while stack:
         for read in stack.pop().all_input_nodes:
-            for base in _bases(read):
+            bases = [read]
+            if home_of(read) is None:
+                bases = followed(
+                    read, lambda x: x.all_input_nodes, lambda x: home_of(x) is None
+                )
+            for base in bases:
                 if base in own and base not in awaited:
                     awaited[base] = None
                     stack.append(base)
     return {n: None for n in nodes if n in awaited} if ends else dict.fromkeys(nodes)
-
-
-def _bases(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes with homes that a node is computed from; itself if it has
-    one."""
-    if home_of(node) is not None:
-        return [node]
-    return followed(node, lambda x: x.all_input_nodes, lambda x: home_of(x) is None)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

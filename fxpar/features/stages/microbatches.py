@@ -30,7 +30,7 @@ from fxpar.features.stages.rows_of_parts import NOTED, rows_of_parts
 from fxpar.features.stages.sums_of_parts import accumulate_products
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
-from fxpar.passes.local.localize import insert_reshards, partition
+from fxpar.passes.localize import insert_reshards, partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
 from fxpar.sharding.decide import Decision, decide_in_time, whole_in_time
@@ -66,13 +66,13 @@ def cut_microbatches(
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNEVEN}",)
-    graph = _without_reshards(graph)
+    whole, graph = graph, _without_reshards(graph)
     program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     if not batch and not required:
-        return graph, ("the batch is not cut: no input holds one",)
+        return whole, ("the batch is not cut: no input holds one",)
     if not batch and any(v.shape[:1] == (1,) for v in plain_inputs(decision.program)):
-        return graph, (f"microbatches={parts}: a batch of one row is not cut",)
+        return whole, (f"microbatches={parts}: a batch of one row is not cut",)
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
@@ -82,16 +82,14 @@ def cut_microbatches(
     rows = min(program.values[v].shape[0] for v in batch)
     most = max(1, min(parts, rows))
     count = max(n for n in range(1, most + 1) if rows % n == 0)
-    notes = []
+    notes = list[str]()
     if count < parts and required:
-        notes = [
-            (
-                f"microbatches: {rows} rows on a rank do not divide into {parts} "
-                f"parts, and are cut into {count}"
-            )
-        ]
+        notes.append(
+            f"microbatches: {rows} rows on a rank do not divide into {parts} parts, "
+            f"and are cut into {count}"
+        )
     if count == 1:
-        return graph, tuple(notes)
+        return whole, tuple(notes)
     gathered_rows = rows_of_parts(graph, decision.mesh, count)
     gathered_rows.mark(decision.mesh)
     time_decision = _decide_parts(graph, decision, count)
@@ -99,7 +97,7 @@ def cut_microbatches(
         gathered_rows.unmark()
         time_decision = _decide_parts(graph, decision, count)
     if not time_decision.is_even:
-        return graph, (f"microbatches={parts}: {_UNEVEN}",)
+        return whole, (f"microbatches={parts}: {_UNEVEN}",)
     in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
     _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
@@ -393,7 +391,8 @@ _JOINS: dict[Any, Callable[..., Any]] = {
 def _ordered(unrolled: _Unroller) -> fx.Graph:
     """Return the unrolled graph with one part after the other: first the inputs, then
     what parts wait for and its operands, then part by part, then all others."""
-    nodes = list(unrolled.graph.nodes)
+    graph = unrolled.graph
+    *nodes, output = graph.nodes
     order: dict[fx.Node, None] = dict.fromkeys(
         node for node in nodes if node.op == "placeholder"
     )
@@ -401,10 +400,8 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     for part in range(unrolled.parts):
         demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
     demand(nodes, order)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in order:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+        output.prepend(node)
     graph.eliminate_dead_code()
     graph.lint()
     return graph

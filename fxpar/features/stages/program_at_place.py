@@ -86,19 +86,16 @@ class _PlaceProgram:
         """Append a message after the last one, which replaces ``None`` among the
         arguments."""
         is_backward = node in self.backward
-        last = self.last[is_backward] or (self._tangent() if is_backward else None)
+        last = self.last[is_backward]
+        if last is None and is_backward:
+            # A gradient that the backward is given: what arrives at a place depends on
+            # nothing else there, and may not be taken for a part of the forward.
+            inputs = self.graph.find_nodes(op="placeholder")
+            last = self.copies[next(n for n in inputs if n in self.backward)]
         message = self.build.call(target, *(last if a is None else a for a in args))
         message.meta.pop("recompute", None)
         self.last[is_backward] = message
         return message
-
-    def _tangent(self) -> fx.Node:
-        """Return a gradient that the backward is given: what arrives at a place depends
-        on nothing else there, and may not be taken for a part of the forward."""
-        tangents = (
-            n for n in self.graph.find_nodes(op="placeholder") if n in self.backward
-        )
-        return self.copies[next(tangents)]
 
     def _transfer(self, node: fx.Node, tag: int) -> None:
         value, source, target, group = node.args

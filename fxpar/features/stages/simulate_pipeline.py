@@ -60,11 +60,11 @@ def simulate_pipeline(
     Raises PlanError as ``launches_of`` does.
     """
     places = range(mesh.axis_size(axis))
-    programs = [program_at(graph, place) for place in places]
+    programs = [launches_of(program_at(graph, at), fused=fused) for at in places]
     machines = [hardware.at_speed(speed) for speed in mesh.speeds_of(axis)]
     seconds_of = [
-        launch_seconds(program, mesh, machine, fused=fused)
-        for program, machine in zip(programs, machines, strict=True)
+        launch_seconds(launches, mesh, machine, fused=fused)
+        for launches, machine in zip(programs, machines, strict=True)
     ]
     link, ranks = collectives.between_two(mesh.link(axis)), mesh.size // len(places)
     clocks = _Clocks(seconds_of, link, machines).over(graph)
@@ -75,11 +75,7 @@ def simulate_pipeline(
             clocks.over(graph)
             if math.isclose(max(before.now), max(clocks.now), rel_tol=_SAME):
                 break
-    peak = max(
-        residency(launches_of(x, fused=fused), in_place=fused).peak[0] for x in programs
-    )
-    busy = max(clocks.busy)
-    seconds = max(clocks.now)
+    busy, seconds = max(clocks.busy), max(clocks.now)
     calls, sent = clocks.calls, clocks.sent
     return Timeline(
         tuple(sorted(clocks.events(), key=lambda event: event.start)),
@@ -89,7 +85,7 @@ def simulate_pipeline(
         seconds - busy,
         (Traffic("send", (axis,), calls, sent, sent // len(places)),) if calls else (),
         (),
-        peak,
+        max(residency(x, in_place=fused).peak[0] for x in programs),
         (),
     )
 

@@ -1,9 +1,9 @@
 """Cut a program into pipeline stages, and take one rank's part: steps of the pipeline.
 
-In: a state whose request has a ``Pipeline``; nothing is changed where it has none. Out:
-the same state: its nodes know their stages; then the graph of all stages, in the order
-of the schedule; for one rank the program at its place. Never: a difference between
-ranks, except in ``take_place``.
+In: a state whose request has a ``Pipeline``, or microbatches. Out: the same state: its
+nodes know their stages; then the graph of all stages, in the order of the schedule; for
+one rank the program at its place. Never: a difference between ranks, except in
+``take_place``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline
-from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, user_line
 
 
 def find_stages(graph: fx.Graph, state: JointState) -> None:
     """Assign each node its stage. Raises PlanError if there is nothing to cut, unless
-    the graph may be one of several that Dynamo broke a program into."""
+    the graph may be one of several that Dynamo broke a program into; ScheduleError if a
+    schedule of compute and collectives is given."""
     request, decision = state.request, state.decided
-    if request.pipeline is None:
-        return
+    assert request.pipeline is not None, "the step is on"
     if state.open:
         raise PlanError("stages need fixed sizes")
     _refuse_uneven(decision, request.pipeline)
-    _refuse_schedule(request)
+    if request.options.schedule not in ("auto", "none"):
+        raise ScheduleError(
+            "a schedule of compute and collectives is for programs without stages",
+            fix="leave the schedule out, or the axis of stages",
+        )
     hardware = request.hardware or lookup(UNNAMED)
     priced = StageCosts(
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
@@ -94,15 +97,6 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
     )
 
 
-def _refuse_schedule(request: Request) -> None:
-    """Raise ScheduleError if a schedule of compute and collectives is given."""
-    if request.options.schedule not in ("auto", "none"):
-        raise ScheduleError(
-            "a schedule of compute and collectives is for programs without stages",
-            fix="leave the schedule out, or the axis of stages",
-        )
-
-
 def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
     """Return a graph that runs the rank's batch in parts, one after the other."""
     parts, required = parts_of(state.request), state.request.microbatches is not None
@@ -117,8 +111,9 @@ def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
 def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
     """Return the graph of all stages, in the order of the pipeline schedule."""
     request, pipeline = state.request, state.request.pipeline
-    if pipeline is None or not state.stages:
+    if not state.stages:
         return graph
+    assert pipeline is not None, "the step is on"
     parts = 1 + max((n.meta.get(PART, 0) for n in graph.nodes), default=0)
     name = request.order_of(parts)
     trains = bool(backward_of(graph))
@@ -160,7 +155,7 @@ def take_place(graph: fx.Graph, state: RankState) -> fx.Graph:
     """Return the program at this rank's place along the pipeline axis. All ranks make
     the groups before, in one order."""
     pipeline: Any = state.request.pipeline
-    if pipeline is None or not is_laid_out(graph):
+    if not is_laid_out(graph):
         return graph
     ranks = state.ranks
     names = (

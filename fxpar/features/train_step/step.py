@@ -34,7 +34,6 @@ from fxpar.features.at_rest.crossings import with_part
 from fxpar.features.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.features.at_rest.dynamo_graphs import Forward, fake_of, globally, spec_of
 from fxpar.features.regions.manual_regions import on_one_rank
-from fxpar.features.regions.shard_map import traced_for
 from fxpar.features.train_step.optimizer import (
     Slot,
     attributes,
@@ -57,6 +56,7 @@ from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
+from fxpar.runtime.tracing import traced_for
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

@@ -120,7 +120,7 @@ def average(
 ) -> None:
     """Make gradients means over the ranks of manual axes.
 
-    rests: by position of a trained parameter, its spec at rest, None for a plain
+    rest_specs: by position of a trained parameter, its spec at rest, None for a plain
     tensor. in_parts: average the gradients of sharded parameters, which stay sharded;
     else those of the others.
     """

@@ -53,7 +53,11 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
     parts, along = (*join.args, 0)[:2]
     if any(not isinstance(n, int) for n in (start or 0, end or 0)) or step != 1:
         return None
-    if along % len(shape_of(node)) != dim or not _has_one_kind([node, *parts], dim):
+    values = [x.meta["val"] for x in (node, *parts)]
+    is_one_kind = len({(x.dtype, x.dim()) for x in values}) == 1
+    if along % len(shape_of(node)) != dim or not is_one_kind:
+        return None
+    if not all(isinstance(x.shape[dim], int) for x in values):
         return None
     rows = [shape_of(part)[dim] for part in parts]
     first, last, _ = slice(start, end).indices(sum(rows))
@@ -75,13 +79,6 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
             place = (count - by, count) if by > 0 else (0, -by)
             return rewriter.call(aten.slice_scatter.default, shifted, few, dim, *place)
     return None
-
-
-def _has_one_kind(nodes: list[fx.Node], dim: int) -> bool:
-    """Return whether tensors have one dtype, one number of dims and known rows."""
-    values = [node.meta["val"] for node in nodes]
-    have_sizes = all(isinstance(x.shape[dim], int) for x in values if x.dim() > dim)
-    return have_sizes and len({(x.dtype, x.dim()) for x in values}) == 1
 
 
 def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:

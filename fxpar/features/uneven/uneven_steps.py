@@ -51,7 +51,6 @@ from torch import fx
 from fxpar.features.uneven import normalize_shifts
 from fxpar.features.uneven.normalize_shifts import argument, can_be_read_for, padded_dim
 from fxpar.graph.builder import Builder, is_zeros, shape_of
-from fxpar.passes.local import share_exchanges as exchanges
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding import shard_sizes
@@ -61,12 +60,6 @@ aten = torch.ops.aten
 ours = torch.ops.fxpar
 
 find_shifts = of_build(normalize_shifts.find_shifts)
-
-
-def share_exchanges(graph: fx.Graph, state: JointState) -> None:
-    """Cut slices of one tensor from rows that are exchanged once, where that pays."""
-    if state.decided.mesh.size > 1 and not state.open:
-        exchanges.share_exchanges(graph, state.build, state.decided.mesh)
 
 
 # Scans
@@ -167,13 +160,15 @@ def _cut_dim(node: fx.Node) -> int | None:
 
 def _rows_of(node: fx.Node, dim: int) -> range | None:
     """Return the consecutive rows of a cut; None if they are many, or unknown."""
-    n, bounds = shape_of(node.args[0])[dim], node.args[2:]
+    n = shape_of(node.args[0])[dim]
+    bounds: tuple[Any, ...] = node.args[2:]
     if not all(isinstance(k, int | None) for k in (n, *bounds)):
         return None
     if node.target is aten.select.int:
         rows = range(n)[bounds[0] : bounds[0] + 1 or None]
     else:
-        rows = range(n)[slice(*bounds)] if bounds else range(n)
+        start, end, step, *_ = (*bounds, None, None, None)
+        rows = range(n)[start:end:step]
     return rows if rows and rows.step == 1 and is_few(len(rows), n) else None
 
 
@@ -202,7 +197,10 @@ def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.repeat.default):
         sizes = (*shape_of(node.args[0]), *node.args[1])
         if all(isinstance(n, int) for n in sizes) and 0 not in sizes:
-            repeated = _rows_repeated(node)
+            shape, repeats = shape_of(node.args[0]), node.args[1]
+            pairs = zip(shape, repeats[len(repeats) - len(shape) :], strict=True)
+            # Dim with several rows -> number of repeats.
+            repeated = {d: k for d, (n, k) in enumerate(pairs) if n > 1 < k}
             turns_seen.add((shape_of(node.args[0]), tuple(repeated.items())))
             _part(node, repeated, rewriter)
     sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
@@ -215,13 +213,6 @@ def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
             for d, times in turns:
                 x = rewriter.call(ours.sum_turns.default, x, d, times)
         rewriter.replace_as_it_is(node, x)
-
-
-def _rows_repeated(node: fx.Node) -> dict[int, int]:
-    """Return {dim of the operand with several rows: number of repeats}, if repeated."""
-    shape, repeats = shape_of(node.args[0]), node.args[1]
-    pairs = enumerate(zip(shape, repeats[len(repeats) - len(shape) :], strict=True))
-    return {d: times for d, (n, times) in pairs if n > 1 < times}
 
 
 def _part(node: fx.Node, rows: dict[int, int], rewriter: Builder) -> None:

@@ -1,19 +1,44 @@
 """Gives unequal ranks shares of the batch by their speed.
 
-In: a request. Out: its mesh, with shares along axes of the batch. Never: shares along
-an axis whose shards must be equal.
+In: a traced graph, and a state with a request. Out: the request's mesh, with shares
+along axes of the batch. Never: shares along an axis whose shards must be equal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import fx
+
 from fxpar.errors import MeshError
+from fxpar.graph.region_ops import EDGES
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.refine_mesh import rounded
+
+
+def share_by_speed(graph: fx.Graph, state: JointState) -> None:
+    """Give ranks of different speed shares of the rows that the batch axes split."""
+    if state.request.meshes:
+        return
+    regions = any(n.target in EDGES for n in graph.nodes)
+    state.rows = 0 if state.open else _first_rows(state)
+    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
+    state.request = state.request.on(mesh)
+
+
+def _first_rows(state: JointState) -> int:
+    """Return the batch's rows: of dim 0 of the first plain input with dims, else 0."""
+    nodes = state.graph.find_nodes(op="placeholder")
+    for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
+        value = node.meta.get("val")
+        if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    return 0
 
 
 def by_speed(

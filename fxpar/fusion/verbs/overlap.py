@@ -46,7 +46,7 @@ from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_name
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.op_facts import has_any, name_of, op_facts_of
 from fxpar.sharding.program import ancestors
 
 aten = torch.ops.aten
@@ -112,8 +112,8 @@ Layout = Chunks | Ring
 class OverlapScheme:
     """Is a way of a feature to overlap nodes of some kinds."""
 
-    # Whether the nodes where chunks would begin, and where they end, are of the kinds.
-    is_for: Callable[[Sequence[fx.Node], Sequence[fx.Node]], bool]
+    # The ops where chunks may end (``op_facts.has_any``).
+    ops: str
     # With the arguments of ``overlap``; None: it is no way for them after all.
     overlap: Callable[..., list[fx.Node] | None]
 
@@ -140,7 +140,7 @@ def overlap(
     ranks. fused: 1 for one op that does both.
     """
     for scheme in SCHEMES:
-        if scheme.is_for(starts, ends):
+        if has_any([name_of(ends[0].target) or str(ends[0].target)], scheme.ops):
             args = edit, starts, ends, chunks, dim, ring, fused
             results = scheme.overlap(*args)
             if results is not None:

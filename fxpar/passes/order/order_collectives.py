@@ -476,8 +476,6 @@ def _is_write(target: Any) -> bool:
 
 
 Run = Callable[[fx.Graph, Any], fx.Graph | None]
-# (names of the ops of a graph, without overloads; context) -> whether a step runs.
-When = Callable[[Collection[str], Any], bool]
 
 
 @dataclass(frozen=True)
@@ -494,8 +492,13 @@ class Pass:
     # The stage that the graph is in after it, by its name in the docs; "" where
     # another step ends the stage.
     stage: str = ""
-    # Whether it has anything to do, which is asked when its turn comes; None: always.
-    when: When | None = None
+    # What it has something to do for, looked for when its turn comes; it always runs if
+    # none of these is given. Ops of the graph (``op_facts.has_any``):
+    ops: str = ""
+    # Ops whose rows state this fact:
+    fact: str = ""
+    # An attribute of the context that is set:
+    setting: str = ""
 
 
 def of_build(function: Callable[[fx.Graph, Builder], None]) -> Run:

@@ -25,11 +25,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import (
-    RuleError,
-    warn,
-)
-from fxpar.passes.local.localize import insert_reshards, localize
+from fxpar.errors import RuleError, warn
+from fxpar.passes.localize import insert_reshards, localize
 from fxpar.passes.simulate.emulate_collectives import gather
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision
@@ -151,15 +148,13 @@ class OneOp:
         outs = run_lockstep(local, mesh, ranks)
         for i, spec in enumerate(specs[n:]):
             if expected is None:
+                value = self.program.values[self.program.ops[0].results[i]]
                 for rank, out in enumerate(outs):
-                    shape = spec.rank_shape(mesh, self._shape(i), rank)
+                    shape = spec.rank_shape(mesh, value.shape, rank)
                     assert tuple(out[i].shape) == shape
                 continue
             got = gather([out[i] for out in outs], spec, mesh)
             close(got, expected[i], [*self.operands, *expected])
-
-    def _shape(self, i: int) -> tuple[int, ...]:
-        return self.program.values[self.program.ops[0].results[i]].shape
 
 
 def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -446,10 +441,9 @@ def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generat
     sizes = {f: min(_torch.symbols.hint_of(n), most) for f, n in op.rule.sizes}
     shapes = []
     for x, dims in zip(tensor_nodes(op.node), op.rule.operands, strict=True):
-        actual = _torch.symbols.hint_shape(x.meta["val"].shape)
-        shapes.append(
-            [_size(dim, sizes, n) for dim, n in zip(dims, actual, strict=True)]
-        )
+        actual = zip(dims, _torch.symbols.hint_shape(x.meta["val"].shape), strict=True)
+        # A dim without factors has as many rows as in the program.
+        shapes.append([math.prod(sizes[f] for f in d) if d else n for d, n in actual])
     if any(torch.Size(shape).numel() > _MOST for shape in shapes):
         raise _NotRun("its tensors are too large for a sample")
     generator = torch.Generator().manual_seed(0)
@@ -473,14 +467,6 @@ def _sample(op: Op, most: int) -> tuple[OneOp, list[torch.Tensor], torch.Generat
     except AssertionError as error:
         raise _NotRun("the op gives other numbers at every call") from error
     return one, want, generator
-
-
-def _size(dim: Sequence[str], sizes: dict[str, int], actual: int) -> int:
-    """Return the rows of a dim of these factors; without factors, ``actual``."""
-    rows = 1
-    for factor in dim:
-        rows *= sizes[factor]
-    return rows if dim else actual
 
 
 def _arguments(

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count
@@ -114,26 +113,21 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     return reader.launches()
 
 
-class PhaseReader:
-    """Reads the launches of a local graph in several orders, each forward once."""
-
-    def __init__(self) -> None:
-        self._forwards: dict[fx.Graph, _LocalReader] = {}
-
-    def launches_of(self, phases: PhasesAsRun) -> Launches:
-        """Return the launches of a graph as it runs. Raises as ``launches_of``."""
-        forward, *backward = phases.graphs
-        if not backward:
-            return launches_of(forward)
-        if forward not in self._forwards:
-            self._forwards[forward] = _LocalReader()
-            self._forwards[forward].read_phase(forward, {})
-        reader = self._forwards[forward].continued(
-            [*phases.inputs, *forward.output_node().all_input_nodes]
-        )
-        reader.read_phase(backward[0], phases.given)
-        reader.returned(phases.results)
-        return reader.launches()
+def launches_as_run(phases: PhasesAsRun) -> Launches:
+    """Return the launches of a graph as it runs. Raises as ``launches_of``."""
+    forward, *backward = phases.graphs
+    if not backward:
+        return launches_of(forward)
+    reader, place, source_of = _LocalReader(), count(), phases.given
+    for graph in phases.graphs:
+        reader.close_all()
+        for node in graph.nodes:
+            if node in source_of:
+                reader.values[node] = reader.values[source_of[node]]
+            elif node.op != "output":
+                reader.step(node, float(next(place)), graph is not forward)
+    reader.returned(phases.results)
+    return reader.launches()
 
 
 def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:
@@ -148,14 +142,6 @@ def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Laun
         reader.step(node, float(i), False)
     reader.returned(results)
     return reader.launches()
-
-
-def _has_unequal_messages(node: fx.Node) -> bool:
-    """Return whether a node sends different numbers of rows to different ranks."""
-    if node.target in EXACT:
-        return True
-    exchanges = node.target is c10d.all_to_all_single.default
-    return exchanges and len({*node.args[1], *node.args[2]}) > 1
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -194,47 +180,6 @@ class _LocalReader(KernelReader):
     def __init__(self, fused: bool = True, *, is_bound: bool = False) -> None:
         super().__init__(fused)
         self.is_bound = is_bound
-        self.place = count()
-
-    def read_phase(self, graph: fx.Graph, source_of: Mapping[fx.Node, fx.Node]) -> None:
-        """Read the next phase of a graph, except for what it returns. ``source_of``:
-        its inputs -> their nodes in earlier phases."""
-        backward = bool(source_of)
-        for node in graph.nodes:
-            if node in source_of:
-                self.values[node] = self.values[source_of[node]]
-            elif node.op != "output":
-                self.step(node, float(next(self.place)), backward)
-
-    def continued(self, results: Iterable[fx.Node]) -> _LocalReader:
-        """Return a copy of this reader that can read further phases. ``results``: nodes
-        with values that these read."""
-        self.close_all()
-        reader = _LocalReader(self.fused, is_bound=self.is_bound)
-        reader.place = count(next(self.place))
-        outputs = (buffer for launch in self.done for buffer in launch.makes)
-        buffers = {buffer: copy(buffer) for buffer in (*self.inputs, *outputs)}
-        launches = {launch: copy(launch) for launch in self.done}
-        for buffer in buffers.values():
-            buffer.late = buffer.late and launches[buffer.late]
-        for launch in launches.values():
-            launch.of = launch.of and launches[launch.of]
-            launch.reads = {buffers[b]: size for b, size in launch.reads.items()}
-            launch.makes = [buffers[b] for b in launch.makes]
-        reader.done = list(launches.values())
-        reader.inputs = [buffers[b] for b in self.inputs]
-        views: dict[TensorView, TensorView] = {}
-
-        def on_copies(view: Any) -> Any:
-            if not isinstance(view, TensorView):
-                return view and [on_copies(each) for each in view]
-            if view not in views:
-                views[view] = copy(view)
-                views[view].buffer = view.buffer and buffers[view.buffer]
-            return views[view]
-
-        reader.values = {node: on_copies(self.values[node]) for node in results}
-        return reader
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
         role = _role_of(node.target)
@@ -293,11 +238,12 @@ def crossings(
             out += crossings(body.graph, even=even)
         if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
-        with_sizes = even and not _has_unequal_messages(node)
+        exchanges = node.target is c10d.all_to_all_single.default
+        is_uneven = exchanges and len({*node.args[1], *node.args[2]}) > 1
+        with_sizes = even and not is_uneven and node.target not in EXACT
         operands = [
             f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
-            for value in (n.meta.get("val") for n in node.all_input_nodes)
-            if isinstance(value, torch.Tensor)
+            for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
         out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
     return out
@@ -328,19 +274,14 @@ def facts_of(
     for phase in phases(graph):
         sent_bytes: dict[Reshard, int] = defaultdict(int)
         for node in phase:
-            if _is_ours(node):
+            is_sent = node.target in PRODUCTS or node.target in MESSAGES
+            is_sent = is_sent or is_collective(node)
+            if is_sent and group_of_call(node).startswith(GROUP_PREFIX):
                 sent.append(_collective(node))
                 if "fxpar_reshard" in node.meta:
                     sent_bytes[node.meta["fxpar_reshard"]] += sent[-1].bytes
         reshards += sent_bytes.items()
     return tuple(sent), tuple(reshards)
-
-
-def _is_ours(node: fx.Node) -> bool:
-    """Return whether a node is a collective or message along axes of the mesh."""
-    communicates = node.target in PRODUCTS or node.target in MESSAGES
-    communicates = communicates or is_collective(node)
-    return communicates and group_of_call(node).startswith(GROUP_PREFIX)
 
 
 def _collective(node: fx.Node) -> Collective:

@@ -202,9 +202,7 @@ def _run_steps(
             )
         elif str(node.target) in REGION_OPS:
             env[node] = _in_region(node, env, mesh, ranks)
-        elif node.target in PRODUCTS:
-            env[node] = _products(node, env, groups(node.args[-1]), count)
-        elif node.target in COLLECTIVES:
+        elif node.target in PRODUCTS or node.target in COLLECTIVES:
             name = custom_ops.group_of_call(node)
             env[node] = _collective(node, env, groups(name), count)
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
@@ -278,21 +276,19 @@ def _collective(
     node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
 ) -> Ranks:
     """Run a collective, once for all groups whose members hold the same objects."""
-    run = COLLECTIVES[node.target]
-    out: Ranks = [None] * size
-    results: dict[Any, list[Any]] = {}
+    target, out = node.target, dict[int, Any]()
+    results: dict[Any, Ranks] = {}
     for group in groups:
-        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
-        members = [a[0] for a in args]
-        key = tuple(
-            tuple(map(id, m)) if isinstance(m, (list, tuple)) else id(m)
-            for m in members
-        )
+        key = tuple(_identity(env[x][r]) for r in group for x in node.all_input_nodes)
         if key not in results:
-            results[key] = run(members, *args[0][1:])
-        for r, value in zip(group, results[key], strict=True):
-            out[r] = value
-    return out
+            args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
+            if target in PRODUCTS:
+                results[key] = PRODUCTS[target](args)
+            else:
+                members = [first for first, *_ in args]
+                results[key] = COLLECTIVES[target](members, *args[0][1:])
+        out.update(zip(group, results[key], strict=True))
+    return [out[r] for r in range(size)]
 
 
 def _in_region(
@@ -321,18 +317,6 @@ def _in_region(
     for group in mesh.groups(axes):
         out.update(zip(group, run([values[r] for r in group]), strict=True))
     return [out[r] for r in ranks]
-
-
-def _products(
-    node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
-) -> Ranks:
-    """Run an op of ``PRODUCTS``, whose operands differ from rank to rank."""
-    run, out = PRODUCTS[node.target], [None] * size
-    for group in groups:
-        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
-        for r, value in zip(group, run(args), strict=True):
-            out[r] = value
-    return out
 
 
 # Op -> its emulation: (first argument of each member, other arguments) -> results.

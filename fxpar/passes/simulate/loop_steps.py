@@ -93,10 +93,11 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
     """Make the number of steps of loops unknown again, in place. ``fake_mode``: one
     that makes symbols for data-dependent sizes and values."""
     evaluated: set[fx.Node] = set()
-    if not calls_where(graph, _is_counted):
+    name_of = _torch.aot.higher_order_name
+    if not calls_where(graph, lambda x: name_of(x) == _torch.loops.COUNTED):
         return
     for node in graph.nodes:
-        name = _torch.aot.higher_order_name(node.target)
+        name = name_of(node.target)
         if name == _torch.loops.COUNTED:
             node.target, node.args = _torch.loops.stacked_loop(), node.args[:-1]
         elif evaluated.isdisjoint(node.all_input_nodes):
@@ -113,10 +114,6 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
             _torch.loops.takes_a_step(node.meta["val"][0])
         if _has_unknown_size(node):
             evaluated.add(node)
-
-
-def _is_counted(target: Any) -> bool:
-    return _torch.aot.higher_order_name(target) == _torch.loops.COUNTED
 
 
 def _has_unknown_size(node: fx.Node) -> bool:
@@ -187,7 +184,8 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Replace scans of a backward by their steps, in place.
 
     Raises PlanError if these would be too many nodes."""
-    scans = calls_where(graph, _is_scan)
+    scan = "higher_order::scan"
+    scans = calls_where(graph, lambda x: _torch.aot.higher_order_name(x) == scan)
     if not scans:
         return
     build, backward = Builder(graph, fake_mode, mesh), depending_on_tangents(graph)
@@ -202,10 +200,6 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     graph.lint()
-
-
-def _is_scan(target: Any) -> bool:
-    return _torch.aot.higher_order_name(target) == "higher_order::scan"
 
 
 def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:

@@ -36,7 +36,7 @@ from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
 from fxpar.passes.rank_sizes import sized
-from fxpar.passes.simulate.launches import PhaseReader, PhasesAsRun, launches_of
+from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run, launches_of
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -152,7 +152,7 @@ def by_kind(
 
     Raises PlanError as ``launches_of`` does.
     """
-    launches = launches or PhaseReader().launches_of(phases)
+    launches = launches or launches_as_run(phases)
     resident = residency(launches)
     kinds = _kinds(phases, signature, launches)
     total = dict.fromkeys(MEMORY_KINDS, 0)
@@ -406,11 +406,10 @@ def simulate(
 
 
 def launch_seconds(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, fused: bool = True
+    launches: Launches, mesh: Mesh, hardware: Hardware, *, fused: bool = True
 ) -> dict[str, float]:
     """Return the seconds of each launch by itself, by the name of its last node;
-    arguments and errors as for ``simulate``."""
-    launches = launches_of(graph, fused=fused)
+    arguments as for ``simulate``."""
     work = _work(launches, mesh, _machine(hardware, fused))
     names = (launch.nodes[-1].name for launch in launches.launches)
     return {name: work.seconds(i) for i, name in enumerate(names)}

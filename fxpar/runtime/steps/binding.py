@@ -26,8 +26,8 @@ from fxpar.graph import (
 )
 from fxpar.graph.builder import Builder, is_uneven, value_of
 from fxpar.graph.graph_bodies import all_nodes, body_of, bound_body
+from fxpar.passes import own_shard
 from fxpar.passes.decompose import op_by_op
-from fxpar.passes.local import own_shard
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.order.joinable_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, restate

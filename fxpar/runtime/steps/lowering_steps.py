@@ -34,8 +34,8 @@ from fxpar.fusion.verbs import fuse_nodes
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_of_call
+from fxpar.passes import localize as local_graphs
 from fxpar.passes import writes_as_results
-from fxpar.passes.local import localize as local_graphs
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers

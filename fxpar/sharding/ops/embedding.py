@@ -131,7 +131,7 @@ def _bag_scales_backward(
 
 # Tensors of an op, operands then results: "b" has a row for each bag, "i" for each
 # index, "w" is a table. If there is one more operand it is weights of the indices.
-_ALONG = {
+BAGS = {
     aten._embedding_bag.default: ("wib", "bibb"),
     aten._embedding_bag_forward_only.default: ("wib", "bibb"),
     aten._embedding_bag_backward.default: ("bibibb", "w"),
@@ -139,12 +139,6 @@ _ALONG = {
 }
 # position of the argument of a gradient that says that it is scaled by counts
 _BY_COUNT = 7
-
-
-def begins_at(target: Any) -> int | None:
-    """Return the position of the argument, after the indices, with the begins of
-    bags."""
-    return _ALONG[target][0].index("ib") + 1 if target in _ALONG else None
 
 
 def in_even_bags(
@@ -157,7 +151,7 @@ def in_even_bags(
     """Return the rule of a call where each bag has ``length`` indices: bags are a
     factor, and indices a compound with it. ``shapes``: of the call's tensors. A
     gradient that is scaled by counts keeps its rule, as it counts all indices."""
-    operands, results = _ALONG[target]
+    operands, results = BAGS[target]
     operands += "i" * (len(rule.operands) - len(operands))
     (bags,), count = shapes[operands.index("ib") + 1], {"b": 1, "i": length}
     is_backward = target is aten._embedding_bag_backward.default

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import (
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.planning import TracedPlan
+from fxpar.sharding.program import depending_on_tangents
 from tests.helpers.flex_calls import check_by_lists, give_largest_scores, on_cpu
 
 slow = pytest.mark.slow
@@ -116,6 +117,11 @@ def test_keys_travel(
     part = args[1].nbytes // ranks
     gathers = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
     assert all(n < part for n in gathers)
+    # What travels in the backward is not kept from the forward.
+    local = plan.result.local
+    late, permute = depending_on_tangents(local), torch.ops.fxpar.permute.default
+    hops = local.find_nodes(op="call_function", target=permute)
+    assert sum(hop in late for hop in hops) == (ranks - 1) * (2 if grad else 0)
     matches(plan, args)
 
 

@@ -231,20 +231,26 @@ def test_keys_of_a_causal_call_stay_where_they_are(name: str) -> None:
     matches(plan, *args)
 
 
-def test_a_bias_with_a_gradient_is_refused() -> None:
+@pytest.mark.parametrize("of_bias", [True, False])
+def test_only_a_bias_with_a_gradient_is_refused(of_bias: bool) -> None:
     op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
     def fn(q, k, v, bias):
         given = q, k, v, bias, q, q.new_zeros(q.shape[:3]), *[torch.zeros(())] * 2
-        return op(q, *given, 0.0, [True] * 4)[:3]
+        return op(q, *given, 0.0, [True, True, True, of_bias])[:3]
 
     rows = 64
     args = [x.new_empty(BATCH, HEADS, rows, WIDTH, device="meta") for x in tensors()]
     bias = torch.empty(BATCH, HEADS, rows, rows, device="meta", dtype=torch.float64)
     options = {"mesh": "cp=2", "in_specs": [*BY_ROWS, None], "mode": "propagate"}
+    options["out_specs"] = BY_ROWS
     plan = fxpar.plan(fn, *args, bias, **options, schedule="none")
-    with pytest.raises(ScheduleError, match="gradient of its bias"):
-        fxpar.plan(fn, *args, bias, **options, schedule=ring(plan))
+    if of_bias:
+        with pytest.raises(ScheduleError, match="gradient of its bias"):
+            fxpar.plan(fn, *args, bias, **options, schedule=ring(plan))
+    else:
+        plan = fxpar.plan(fn, *args, bias, **options, schedule=ring(plan))
+        assert {c.kind for c in plan.collectives} == {"permute"}
 
 
 def test_rows_of_a_bias_are_aligned() -> None:

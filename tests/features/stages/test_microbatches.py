@@ -15,6 +15,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError, PlanError
+from fxpar.graph.builder import OURS
+from fxpar.passes.simulate.launches import is_collective
 from tests.helpers.wrapper import code_of
 
 ROWS, WIDTH = 8, 16
@@ -321,6 +323,20 @@ def test_the_last_batch_may_have_one_row_or_none(
         assert error_of(plan, x) < 1e-12
     else:
         assert plan.simulate(x)[0].shape == (0, WIDTH)
+
+
+def test_a_batch_that_stays_whole_has_its_reshards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By which the backward knows what to gather again, and a plan says why."""
+
+    def notes(parts: int) -> list[set[str]]:
+        plan = planned(monkeypatch, mlp(), rows()[:2], "dp=2", parts)
+        nodes = filter(is_collective, plan.result.local.nodes)
+        return [{*OURS} & node.meta.keys() for node in nodes]
+
+    assert notes(4) == notes(1) != []
+    assert all(notes(4))
 
 
 def test_no_kernel_computes_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.features.sequences.balance import balances_of
+from fxpar.features.sequences.overlap_attention import balances_of
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.op import query_position

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import fxpar
 import fxpar.planning
 from fxpar.errors import PlanError
-from fxpar.passes.local.localize import insert_reshards, localize
+from fxpar.passes.localize import insert_reshards, localize
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.simulate.simulate_step import Timeline, simulate

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, is_zeros
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding import row_moves
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
@@ -29,8 +30,11 @@ from fxpar.sharding.row_moves import Exchange
 aten = torch.ops.aten
 
 
-def share_exchanges(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
-    """Share exchanges of a local graph in place; ``mesh`` has its links."""
+def share_exchanges(graph: fx.Graph, state: JointState) -> None:
+    """Cut slices of one tensor from rows that are exchanged once, where that pays."""
+    build, mesh = state.build, state.decided.mesh
+    if mesh.size == 1 or state.open:
+        return
     # Slices along one dim may be sliced again along another, so repeat.
     while any(_share(build, key, mesh) for key in _slices(graph, mesh)):
         pass

@@ -1,1 +1,0 @@
-"""Makes the local graph, which one rank runs, from a resharded one, op by op."""
