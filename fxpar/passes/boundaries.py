@@ -60,10 +60,10 @@ def read_signature(
         _refuse_sparse(node)
         if node.op == "placeholder":
             desc = node.meta.get("desc")
-            kind, payload = _torch.descriptors.descriptor(desc)
+            kind, payload = _torch.aot.descriptor(desc)
             if kind == "tangent":
                 tangent_of.append((len(inputs), payload))
-            index_of[_torch.descriptors.bare(desc)] = len(inputs)
+            index_of[_torch.aot.bare(desc)] = len(inputs)
             inputs.append(make_input(kind, payload, node))
         elif node.op == "output":
             output = node
@@ -72,8 +72,8 @@ def read_signature(
     position_of: dict[Any, int] = {}
     descs = output.meta.get("desc") or [None] * len(output.args[0])
     for k, desc in enumerate(descs):
-        kind, payload = _torch.descriptors.descriptor(desc)
-        position_of[_torch.descriptors.bare(desc)] = k
+        kind, payload = _torch.aot.descriptor(desc)
+        position_of[_torch.aot.bare(desc)] = k
         of = index_of.get(payload) if kind in ("gradient", "mutation") else None
         name = inputs[of].name if of is not None else f"output_{payload}"
         outputs.append(make_output(kind, name, of))

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
@@ -154,7 +155,7 @@ class UserLines(TorchFunctionMode):
                     f'  File "{path}", line {frame.f_lineno}, in {name}\n    {code}\n',
                 )
             frame = frame.f_back
-        _torch.aot.set_stack_trace(lines)
+        set_stack_trace(lines)
         return func(*args, **(kwargs or {}))
 
 
@@ -336,7 +337,7 @@ class TracedCall:
             for name, buffer in self.program.named_buffers():
                 fakes[name] = fake(buffer, False)
             stack.enter_context(_torch.aot.reparametrize(self.program, fakes))
-            stack.enter_context(_torch.aot.preserve_node_meta())
+            stack.enter_context(preserve_node_meta())
             stack.enter_context(_torch.aot.as_compiling())
             stack.enter_context(_torch.loops.steps_looked_up(mode))
             stack.enter_context(AsOneGraph())
@@ -405,7 +406,7 @@ class TracedCall:
                 tangent = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
-                of, _ = _torch.descriptors.descriptor(payload)
+                of, _ = _torch.aot.descriptor(payload)
                 values.append(tangent.fill_(int(of == "output")))
             else:
                 raise PlanError(f"cannot run a graph with an input of kind {kind!r}")

@@ -82,7 +82,7 @@ def busy(launch: Any, operand: Any, group: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("kind", LAUNCHES)
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_each_collective(kind: str, operand: str, group: str, monkeypatch: Any) -> None:
-    if kind == "isend" and _torch.distributed._KEPT:
+    if kind == "isend" and torch.__version__ < "2.13":
         pytest.skip("torch has no functional sends: ours send a copy")
     fn = busy(LAUNCHES[kind], OPERANDS[operand], group)
     graph = traced(fn, (8, 8), (8, 8))
