@@ -93,7 +93,8 @@ def result(
     (``fake.mode_of``)."""
 
     def ask(args: Sequence[Any]) -> Any:
-        return _asked(mode, target, args, kwargs)
+        with mode:
+            return target(*args, **kwargs)
 
     if not is_on():
         return ask(args)
@@ -181,16 +182,6 @@ def _keep(key: Any, value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> N
         _KNOWN[key] = None
 
 
-def _asked(
-    mode: Any,
-    target: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    with mode:
-        return target(*args, **kwargs)
-
-
 def is_function(target: Any) -> bool:
     """Return whether values of an op depend on its arguments alone, and it changes
     none."""
@@ -241,15 +232,12 @@ def _settings() -> tuple[Any, ...]:
         torch._C._get_default_device(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        _is_python_first(),
+        # Whether Python kernels of ops come first, where there are some (as with open
+        # sizes).
+        torch._C._dispatch_tls_is_dispatch_key_included(
+            torch._C.DispatchKey.PythonDispatcher
+        ),
     )
-
-
-def _is_python_first() -> bool:
-    """Return whether Python kernels of ops come first, where there are some (as with
-    open sizes)."""
-    python = torch._C.DispatchKey.PythonDispatcher
-    return torch._C._dispatch_tls_is_dispatch_key_included(python)
 
 
 def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> None:

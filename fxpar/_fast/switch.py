@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,38 +46,31 @@ def is_taken(name: str) -> bool:
     return is_on() and name not in LEFT_OUT
 
 
-@dataclass
-class _Opened:
-    """Holds the open contexts of a shortcut, of all threads."""
-
-    count: int = 0  # how many are open
-    # The patches to undo when the last one closes.
-    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-
 def shortcut(
     patches: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[], contextlib._GeneratorContextManager[None]]:
     """Return a context in which ``patches()`` hold: they are made when the first one
     opens and undone when the last one closes, in whatever threads these are."""
-    opened = _Opened()
+    opened = 0  # contexts that are open, of all threads
+    stack = contextlib.ExitStack()
 
     @contextlib.contextmanager
     @functools.wraps(patches)
     def context() -> Iterator[None]:
+        nonlocal opened
         if not is_taken(patches.__name__):
             yield
             return
         with _LOCK:
-            if not opened.count:
-                opened.stack.enter_context(patches())
-            opened.count += 1
+            if not opened:
+                stack.enter_context(patches())
+            opened += 1
         try:
             yield
         finally:
             with _LOCK:
-                opened.count -= 1
-                if not opened.count:
-                    opened.stack.close()
+                opened -= 1
+                if not opened:
+                    stack.close()
 
     return context

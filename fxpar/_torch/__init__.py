@@ -5,50 +5,19 @@ import of torch's internals before their first use, since importing fxpar must s
 light.
 """
 
-from fxpar._torch import (
-    aot,
-    checkpoints,
-    descriptors,
-    distributed,
-    dtensor,
-    dynamo,
-    fake,
-    flat_regions,
-    identical_layers,
-    inductor,
-    inductor_lowerings,
-    layer_regions,
-    loops,
-    node_copies,
-    node_texts,
-    objects,
-    one_graph,
-    pipelining,
-    symbols,
-    traced_once,
-    version,
-)
-
-__all__ = [
-    "identical_layers",
-    "aot",
-    "checkpoints",
-    "descriptors",
-    "distributed",
-    "dtensor",
-    "dynamo",
-    "fake",
-    "flat_regions",
-    "inductor",
-    "inductor_lowerings",
-    "layer_regions",
-    "loops",
-    "node_copies",
-    "node_texts",
-    "objects",
-    "one_graph",
-    "pipelining",
-    "symbols",
-    "traced_once",
-    "version",
-]
+from fxpar._torch import aot as aot
+from fxpar._torch import checkpoints as checkpoints
+from fxpar._torch import distributed as distributed
+from fxpar._torch import dtensor as dtensor
+from fxpar._torch import dynamo as dynamo
+from fxpar._torch import fake as fake
+from fxpar._torch import flat_regions as flat_regions
+from fxpar._torch import inductor as inductor
+from fxpar._torch import inductor_lowerings as inductor_lowerings
+from fxpar._torch import layer_regions as layer_regions
+from fxpar._torch import loops as loops
+from fxpar._torch import node_texts as node_texts
+from fxpar._torch import objects as objects
+from fxpar._torch import symbols as symbols
+from fxpar._torch import traced_once as traced_once
+from fxpar._torch import version as version

@@ -1,7 +1,8 @@
 """Calls AOTAutograd: traces graphs of a program with its backward, and compiles them.
 
 In: a module or a Dynamo graph, and examples. Out: graphs with fake values, or compiled
-code. Never: a setting of torch changed after a call.
+code; and what a descriptor says of an input or output of a graph. Never: a setting of
+torch changed after a call.
 """
 
 from __future__ import annotations
@@ -16,14 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._fast.cpp_kernels import (
-    BEHIND_ALL,
-    kernels_in_libraries,
-    probe_in_background,
-    probes_remembered,
-)
-from fxpar._fast.inductor_shortcuts import unread_texts
-from fxpar._fast.known_values import values_known
+from fxpar._fast.cpp_kernels import BEHIND_ALL, probe_in_background
 from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
@@ -32,6 +26,7 @@ from fxpar._torch.inductor import (
     _local_examples,
     _take_strides,
     decompositions,
+    shortcuts,
 )
 from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.node_texts import is_complete
@@ -75,6 +70,62 @@ def export_joint(
             stack, module, args, decompositions=decompositions()
         )
     return joint.graph_module
+
+
+_LOCAL = "_local_tensor"  # the one tensor of a DTensor
+
+
+def descriptor(desc: Any) -> tuple[str, Any]:
+    """Return the (kind, payload) of an AOTAutograd descriptor.
+
+    Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
+    desc), ("state", "token") for what keeps effects in order, ("state", None). Outputs:
+    ("output", index), ("gradient", input desc), ("mutation", input desc), ("state",
+    None).
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if not _is_bare(desc):
+        return "state", None
+    desc = bare(desc)
+    if isinstance(desc, d.ParamAOTInput):
+        return "parameter", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput):
+        return "tangent", desc.output
+    if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
+        return "state", "token"
+    if isinstance(desc, d.PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, d.GradAOTOutput):
+        return "gradient", desc.grad_of
+    if isinstance(desc, d.InputMutationAOTOutput):
+        return "mutation", desc.mutated_input
+    return "state", None
+
+
+def _is_bare(desc: Any) -> bool:
+    """Return whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
+    return getattr(desc, "attr", _LOCAL) == _LOCAL
+
+
+def bare(desc: Any) -> Any:
+    """Return the descriptor of a DTensor, given that of its local tensor; others as
+    they are."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
+    return desc.base if isinstance(desc, parts) and desc.attr == _LOCAL else desc
+
+
+def written_input(desc: Any) -> Any:
+    """Return the descriptor of a new value of the input that ``desc`` describes."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    return d.InputMutationAOTOutput(bare(desc))
 
 
 class GradientsAccumulated(RuntimeError):
@@ -170,6 +221,7 @@ def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
 
     with (
         mode,
@@ -188,29 +240,6 @@ def nodes_being_traced() -> Any:
     proxies = get_proxy_mode()
     assert proxies is not None, "nothing is being traced"
     return proxies.tracer.graph.nodes
-
-
-def stack_trace() -> str:
-    """Return the stack trace of the nodes being traced; "" if there is none, or no
-    tracing."""
-    from torch.fx import traceback
-
-    return str(traceback.current_meta.get("stack_trace") or "")
-
-
-def preserve_node_meta() -> Any:
-    """Return a context in which traced nodes take the metadata set by
-    ``set_stack_trace``."""
-    from torch.fx import traceback
-
-    return traceback.preserve_node_meta()
-
-
-def set_stack_trace(lines: list[str]) -> None:
-    """Set the stack trace of the nodes traced from here on."""
-    from torch.fx import traceback
-
-    traceback.set_stack_trace(lines)
 
 
 def compile_fx(
@@ -304,8 +333,11 @@ def compile_fx(
         failures_unlogged(),
         calls_rewritten(),
         _backwards_repeatable(),
-        _shortcuts(inner is None and not any(map(_is_on_accelerator, examples))),
+        shortcuts(BEHIND_ALL),
     ):
+        tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+        if inner is None and all(x.device.type == "cpu" for x in tensors):
+            probe_in_background()
         compiled = inductor(
             gm,
             examples if symbolic else with_symbols(gm, examples),
@@ -320,21 +352,6 @@ def compile_fx(
     return cast(Callable[..., Any], compiled)
 
 
-@contextlib.contextmanager
-def _shortcuts(with_kernels: bool) -> Iterator[None]:
-    """Let Inductor compile in less time inside. ``with_kernels``: C++ kernels will be
-    compiled."""
-    with (
-        kernels_in_libraries(BEHIND_ALL),
-        probes_remembered(),
-        unread_texts(),
-        values_known(),
-    ):
-        if with_kernels:
-            probe_in_background()
-        yield
-
-
 def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no backward is compiled to write over what its forward
     saved, so that it can run again (``retain_graph=True``); peaks of memory are the
@@ -346,10 +363,6 @@ def _backwards_repeatable() -> contextlib.AbstractContextManager[Any]:
     # The setting ``donated_buffer`` is read again when a backward runs, in user code.
     name = "collect_bw_donated_buffer_idxs"
     return mock.patch.object(graph_compile, name, lambda *_: [])
-
-
-def _is_on_accelerator(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type != "cpu"
 
 
 _VIEWS: list[Any] = []  # op packets
@@ -490,11 +503,10 @@ def wrap_backward(
     which gave these outputs: ``run()`` returns the gradients of the graph's arguments,
     ``node`` is autograd's. Return the class of autograd's nodes for the graph; None if
     it has no backward."""
-    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
-    functions = (getattr(node, "_forward_cls", None) for node in nodes)
-    function = next((x for x in functions if hasattr(x, "_aot_id")), None)
-    if function is None:
+    node = _backward_of(outputs)
+    if node is None:
         return None
+    function = node._forward_cls
     plain = function.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -512,15 +524,17 @@ def wrap_backward(
 def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
     """Call ``do()`` before each backward of the call of a graph that gave
     ``outputs``."""
-    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
-    node = next(filter(is_backward_of_graph, nodes), None)
+    node = _backward_of(outputs)
     if node is not None:
         node.register_prehook(lambda _: do())
 
 
-def is_backward_of_graph(node: Any) -> bool:
-    """Return whether a node of autograd is the backward of a compiled graph."""
-    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+def _backward_of(outputs: Sequence[Any]) -> Any:
+    """Return autograd's node of the compiled graph that gave outputs; None if it has no
+    backward."""
+    nodes = (x.grad_fn for x in outputs if isinstance(x, torch.Tensor))
+    functions = ((node, getattr(node, "_forward_cls", None)) for node in nodes)
+    return next((node for node, of in functions if hasattr(of, "_aot_id")), None)
 
 
 def at_end_of_backward(fn: Callable[[], None]) -> None:

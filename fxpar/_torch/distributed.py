@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import define_op
+
 # Ops that fxpar names and torch 2.11 lacks: this module defines them there.
 NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
 
@@ -29,27 +31,14 @@ def can_share_memory(x: torch.Tensor, group: str) -> bool:
     if x.device.type != "cuda":
         return False
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    return group_size(group) <= local == torch.distributed.get_world_size()
+    return _resolved(group).size() <= local == torch.distributed.get_world_size()
 
 
-def fused_all_gather_matmul(
-    x: torch.Tensor, ws: list[torch.Tensor], dim: int, group: str
-) -> list[torch.Tensor]:
-    """Return the gathered tensor, and its products."""
-    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+def symmetric_ops() -> Any:
+    """Return PyTorch's fused ops on symmetric memory."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers them)
 
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, ws, dim, group)
-    return [x.contiguous() for x in (whole, *products)]
-
-
-def fused_matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, op: str, dim: int, group: str
-) -> Any:
-    """Return this rank's part of the reduced product."""
-    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
-
-    result = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
-    return result.contiguous()
+    return torch.ops.symm_mem
 
 
 def _registry() -> Any:
@@ -114,11 +103,6 @@ def make_group(name: str, ranks: Sequence[int], about: str) -> None:
         module._process_group_name = plain
         if device is not None:
             default.bound_device_id = device
-
-
-def group_size(name: str) -> int:
-    """Return the number of members of the process group of a name."""
-    return int(_resolved(name).size())
 
 
 def group_store(name: str) -> tuple[Any, int, int]:
@@ -225,51 +209,6 @@ def group_timeout(group: Any) -> datetime.timedelta:
     return datetime.timedelta(minutes=30)
 
 
-def _define_messages() -> None:
-    """Define functional sends and receives where torch has none (2.11), by the same
-    names."""
-    import torch.distributed as dist
-
-    c10d: Any = torch.ops._c10d_functional
-    if not dist.is_available() or hasattr(c10d, "isend"):
-        return
-    lib = torch.library.Library("_c10d_functional", "FRAGMENT")
-
-    def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
-        torch._C._distributed_c10d._register_work(tensor, work)
-        return tensor
-
-    def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
-        # A copy: compiled code does not know that it must keep what is sent.
-        buffer = [tensor.clone(memory_format=torch.contiguous_format)]
-        work = _resolved(group).send(buffer, dst, tag)
-        return noted(work, tensor.new_empty(0))
-
-    def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
-        buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        work = _resolved(group).recv([buffer], src, tag)
-        return noted(work, buffer)
-
-    def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
-        return tensor.new_empty(0)
-
-    def received(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-    for fn, fake, peer in ((isend, sent, "dst"), (irecv, received, "src")):
-        name, rest = fn.__name__, "int tag, str group_name"
-        lib.define(f"{name}(Tensor tensor, int {peer}, {rest}) -> Tensor")
-        lib.impl(name, fn, "CompositeExplicitAutograd")
-        lib.impl(name, fake, "Meta")
-        fx.node.has_side_effect(getattr(c10d, name).default)
-    _KEPT.append(lib)
-
-
-def place_in(group: str) -> int:
-    """Return this process's place among the members of a group."""
-    return int(_resolved(group).rank())
-
-
 # (rank of the process, why it did not get through) -> the error to raise instead.
 Failed = Callable[[int, Exception], Exception]
 
@@ -336,7 +275,42 @@ def _explained_work() -> Any:
     return ExplainedWork
 
 
-_KEPT: list[Any] = []  # libraries: their ops last as long as they do
+def _define_messages() -> None:
+    """Define functional sends and receives where torch has none (2.11), by the same
+    names."""
+    c10d = torch.ops._c10d_functional
+    if not torch.distributed.is_available() or hasattr(c10d, "isend"):
+        return
+    layout = torch.contiguous_format
+
+    def start(way: str, x: torch.Tensor, until: torch.Tensor, *ends: Any) -> Any:
+        peer, tag, group = ends
+        start_message(way, x, peer, tag, group, until, lambda _, error: error)
+        return until
+
+    def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        # A copy: compiled code does not know that it must keep what is sent.
+        sent = tensor.clone(memory_format=layout)
+        return start("send", sent, tensor.new_empty(0), dst, tag, group)
+
+    def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        out = torch.empty_like(tensor, memory_format=layout)
+        return start("recv", out, out, src, tag, group)
+
+    rest = "int tag, str group_name) -> Tensor"
+    for name, peer, fake, run in (
+        ("isend", "dst", lambda x, *_: x.new_empty(0), isend),
+        (
+            "irecv",
+            "src",
+            lambda x, *_: torch.empty_like(x, memory_format=layout),
+            irecv,
+        ),
+    ):
+        define_op(
+            f"_c10d_functional::{name}(Tensor tensor, int {peer}, {rest}", fake, run
+        )
+        fx.node.has_side_effect(getattr(c10d, name).default)
 
 
 _define_messages()

@@ -26,6 +26,9 @@ from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
 
+# Op -> what DTensor calls in its place.
+_HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return DTensor's placement for a dim that more major axes of later mesh dims
@@ -43,13 +46,13 @@ def has_mesh_in_operands(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _left_to_dtensor(handlers: dict[Any, Any], op: Any) -> Iterator[None]:
+def _left_to_dtensor(op: Any) -> Iterator[None]:
     """Let DTensor's own handling of an op run inside, not the handler set for it."""
-    handler = handlers.pop(op)
+    handler = _HANDLERS.pop(op)
     try:
         yield
     finally:
-        handlers[op] = handler
+        _HANDLERS[op] = handler
 
 
 def on_random_op(draw: Callable[..., Any]) -> None:
@@ -101,8 +104,7 @@ def reduce_before_item() -> None:
         partial = any(placement.is_partial() for placement in x.placements)
         return op(x.full_tensor() if partial else x.to_local())
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = item
+    _HANDLERS[torch.ops.aten._local_scalar_dense.default] = item
 
 
 def keep_nan_in_extremes() -> None:
@@ -130,7 +132,6 @@ def combine_with_plain_numbers() -> None:
     """Let a number that is a plain tensor with a gradient be added to a DTensor, or
     scale one, as a loss and a penalty on weights: its gradient is plain again. DTensor
     (2.13) gives a DTensor as gradient of both, which ops after the number refuse."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def plain(gradient: Any) -> torch.Tensor:
         is_plain = not isinstance(gradient, DTensor)
@@ -141,12 +142,12 @@ def combine_with_plain_numbers() -> None:
             is_plain = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
             if is_plain and x.dim() == 0 and x.requires_grad and x.grad_fn is not None:
                 x.register_hook(plain)
-        with _left_to_dtensor(handlers, op):
+        with _left_to_dtensor(op):
             return op(*args, **kwargs)
 
     aten = torch.ops.aten
     for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
-        handlers[op] = combine
+        _HANDLERS[op] = combine
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:
@@ -159,18 +160,17 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
         x, order, dims, keepdim = (*args, *defaults[len(args) - 1 :])[:4]
         return norm(x, order, dims, keepdim, kwargs.get("dtype"))
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+    _HANDLERS[torch.ops.aten.linalg_vector_norm.default] = vector_norm
 
     def norms_of_list(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, order = (*args, 2.0)[:2]
         dtype = (*args, None, None)[2] or kwargs.get("dtype")
         if math.isinf(order):
             return [norm(x, order, None, False, dtype) for x in tensors]
-        with _left_to_dtensor(handlers, op):
+        with _left_to_dtensor(op):
             return op(*args, **kwargs)
 
-    handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
+    _HANDLERS[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
 class CopiedView(DTensor):
@@ -293,11 +293,10 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
     torch caches that, and does not ask again.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    handlers = dispatcher._custom_op_handlers
     unwrap = dispatcher.unwrap_to_op_info
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     as_strided = torch.ops.aten.as_strided.default
-    as_strided_alone = handlers[as_strided]
+    as_strided_alone = _HANDLERS[as_strided]
 
     def has_served(args: Any, kwargs: Any) -> bool:
         leaves = tree_leaves((args, kwargs))
@@ -331,7 +330,7 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
         return sharding
 
     def with_plain_tensors(op: Any, args: Any, kwargs: Any) -> Any:
-        with _left_to_dtensor(handlers, op):
+        with _left_to_dtensor(op):
             if not _has_plain(args, kwargs) or not has_served(args, kwargs):
                 return op(*args, **kwargs)
             if _has_plain(args[:1], kwargs):  # one is written, or gives no mesh
@@ -352,9 +351,9 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
     dispatcher.unwrap_to_op_info = unwrapped
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
     torch._C._clear_DTensor_sharding_propagator_cache()
-    handlers[as_strided] = strided
+    _HANDLERS[as_strided] = strided
     for op in _ops_that_write_by_tensors():
-        handlers.setdefault(op, with_plain_tensors)
+        _HANDLERS.setdefault(op, with_plain_tensors)
 
 
 def _has_plain(args: Any, kwargs: Any) -> bool:
@@ -481,19 +480,14 @@ def record_overflow(
     state["found_inf_per_device"] = {overflow.device: overflow}
 
 
-def newton_schulz() -> Callable[..., Any]:
+def newton_schulz(instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return ``iterate(gradient, *settings)``, by which ``torch.optim.Muon`` makes a
-    matrix orthogonal."""
+    matrix orthogonal; from now on ``instead``, if that is given."""
     from torch.optim import _muon
 
+    if instead is not None:
+        _muon._zeropower_via_newtonschulz = instead
     return _muon._zeropower_via_newtonschulz
-
-
-def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
-    """Let ``torch.optim.Muon`` call ``iterate`` to make a matrix orthogonal."""
-    from torch.optim import _muon
-
-    _muon._zeropower_via_newtonschulz = iterate
 
 
 def local_of(x: DTensor) -> torch.Tensor:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -96,13 +99,6 @@ def outside_of_trace() -> contextlib.AbstractContextManager[Any]:
     return tracing(None)
 
 
-def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
-    """Ask Dynamo to keep a dim symbolic, if the program lets it."""
-    import torch._dynamo
-
-    torch._dynamo.maybe_mark_dynamic(x, dim)
-
-
 def is_to_local(node: fx.Node) -> bool:
     """Return whether a node of Dynamo's graph takes a rank's part out of a DTensor."""
     if node.op == "call_method":
@@ -154,13 +150,6 @@ def surrounding_ddp() -> torch.nn.Module | None:
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._get_active_ddp_module()
-
-
-def is_ddp(module: torch.nn.Module) -> bool:
-    """Return whether a module is a DistributedDataParallel."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return isinstance(module, DistributedDataParallel)
 
 
 def calling_module(callee: Any) -> torch.nn.Module | None:
@@ -367,11 +356,56 @@ def compile_inlined_only(fn: Callable[..., Any]) -> None:
     skip_code(fn.__code__)
 
 
-def is_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
-    """Return whether an attribute of a module is an RNN's list of its weights."""
-    return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
-
-
 def list_recurrent_weights(module: Any) -> None:
     """Make an RNN's list of weights anew, from the parameters that it has by now."""
     module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+
+
+def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """Compile a function by ``torch.compile`` into one graph without a break, with a
+    code object of its own: Dynamo counts recompilations per code object. Python's
+    floats are constants of the graph, and guarded, since otherwise they are read back
+    inside it. Calls of loggers are left out of it, since they would break it."""
+    from torch._dynamo import config
+
+    own = types.FunctionType(
+        fn.__code__.replace(),
+        fn.__globals__,
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    compiled = torch.compile(own, backend=backend, fullgraph=True)
+
+    names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Libraries add methods to loggers when they are imported.
+        methods = {getattr(logging.Logger, name, None) for name in names} - {None}
+        ignored = config.ignore_logging_functions | methods
+        settings = {"specialize_float": True, "ignore_logging_functions": ignored}
+        with config.patch(settings), _settings_unwritten():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _settings_unwritten() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Dynamo notes no settings among its metrics: 2.11 sorts
+    the functions that it is to ignore, fails, and logs that at length."""
+    from torch._dynamo import utils
+
+    if torch.__version__ >= "2.13":
+        return contextlib.nullcontext()
+    return mock.patch.object(utils, "_get_dynamo_config_for_logging", lambda: None)
+
+
+def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
+    """Return what Dynamo could not trace, by its error, and at which of the user's
+    lines; None for other errors."""
+    from torch._dynamo import exc
+
+    if not isinstance(error, (exc.Unsupported, exc.UserError)):
+        return None
+    stack = getattr(error, "real_stack", None) or ()
+    return str(error).splitlines()[0], line_in(stack)

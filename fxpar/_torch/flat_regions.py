@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.dynamo import copy_graph
+from fxpar._torch.inductor import invoke_subgraph
 
 # Metadata of a call of a region: ``RenamedModules``, if its modules have other names.
 RENAMED = "fxpar_renamed_modules"
@@ -72,14 +73,9 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def call_of_region() -> Any:
-    """Return the op that calls a region."""
-    return torch.ops.higher_order.invoke_subgraph
-
-
 def _is_region(node: Any) -> bool:
     is_call = isinstance(node, fx.Node) and node.op == "call_function"
-    return is_call and node.target is call_of_region()
+    return is_call and node.target is invoke_subgraph()
 
 
 def _append(
@@ -126,7 +122,7 @@ def _drop_region(meta: dict[str, Any]) -> None:
     """Remove from the metadata of a copied node that it was in a region."""
     meta.pop("creation_timestamp", None)
     if "source_fn_stack" in meta:
-        call, stack = call_of_region(), meta["source_fn_stack"]
+        call, stack = invoke_subgraph(), meta["source_fn_stack"]
         meta["source_fn_stack"] = [each for each in stack if each[1] is not call]
 
 

@@ -14,11 +14,16 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._fast.cpp_kernels import kernels_in_libraries
+from fxpar._fast.cpp_kernels import (
+    LOADING,
+    kernels_in_libraries,
+    probes_remembered,
+)
 from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
+from fxpar._torch.objects import define_op
 from fxpar._torch.version import own_version
 
 aten = torch.ops.aten
@@ -112,9 +117,12 @@ def _in_order(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    _hold_operands(gm)
-    _compute_scalars_once(gm)
-    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    for body in bodies:
+        _hold_operands(body)
+        _compute_scalars_once(body.graph)
+        body.recompile()
+    graphs = [body.graph for body in bodies]
     targets = {node.target for graph in graphs for node in graph.nodes}
     waits = any("::wait_" in _name(target) for target in targets)
     names = ["reorder_for_locality", "reorder_for_peak_memory"] if waits else []
@@ -126,11 +134,19 @@ def _in_order(
         _read_after_writes(),
         _parts_separate(graphs),
         _keyed_by(text),
-        kernels_in_libraries(),
-        values_known(),
-        unread_texts(),
+        shortcuts(LOADING),
     ):
         return compile_fx_inner(gm, fakes, **how)
+
+
+def shortcuts(phase: str) -> contextlib.ExitStack:
+    """Return an entered context in which Inductor compiles in less time. ``phase``: as
+    of ``kernels_in_libraries``."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(kernels_in_libraries(phase))
+    for context in (probes_remembered, unread_texts, values_known):
+        stack.enter_context(context())
+    return stack
 
 
 def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
@@ -200,24 +216,21 @@ def _parts_of(node: Any) -> set[int]:
 _IN_PLACE = ("::all_reduce", "::broadcast")
 
 
-def _hold_operands(gm: fx.GraphModule) -> None:
+def _hold_operands(body: fx.GraphModule) -> None:
     """Read the operands of a collective once more after its wait, by an op without a
     kernel: Inductor (2.13), whose order of buffers knows of the collective, makes ops
     write over an operand before the wait (``reinplace``) if no node of the graph reads
     it later."""
-    for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
-        for wait in [n for n in body.graph.nodes if "::wait_" in _name(n.target)]:
-            launch = wait.args[0]
-            name = _name(launch.target) if isinstance(launch, fx.Node) else ""
-            if not name or any(kind in name for kind in _IN_PLACE):
-                continue
-            with body.graph.inserting_after(wait):
-                for operand in launch.all_input_nodes:
-                    if isinstance(operand.meta["val"], torch.SymInt):
-                        continue
+    for wait in [n for n in body.graph.nodes if "::wait_" in _name(n.target)]:
+        launch = wait.args[0]
+        name = _name(launch.target) if isinstance(launch, fx.Node) else ""
+        if not name or any(kind in name for kind in _IN_PLACE):
+            continue
+        with body.graph.inserting_after(wait):
+            for operand in launch.all_input_nodes:
+                if not isinstance(operand.meta["val"], torch.SymInt):
                     hold = body.graph.call_function(_hold(), (operand,))
                     hold.meta["val"] = None
-        body.recompile()
 
 
 @functools.cache
@@ -227,9 +240,7 @@ def _hold() -> Any:
     from torch._inductor.lowering import register_lowering
     from torch.fx.node import has_side_effect
 
-    torch.library.define("fxpar::hold", "(Tensor x) -> ()")
-    torch.library.impl("fxpar::hold", "CompositeExplicitAutograd")(lambda x: None)
-    torch.library.register_fake("fxpar::hold")(lambda x: None)
+    define_op("fxpar::hold(Tensor x) -> ()", lambda x: None, lambda x: None)
     op = torch.ops.fxpar.hold.default
     register_lowering(op, type_promotion_kind=None)(lambda x: None)
     has_side_effect(op)
@@ -246,29 +257,24 @@ _SLOW = {
 _MANY = 1 << 16
 
 
-def _compute_scalars_once(gm: fx.GraphModule) -> None:
+def _compute_scalars_once(graph: fx.Graph) -> None:
     """Compute numbers that slow ops give, such as an optimizer's corrections of bias,
     before what reads them: Inductor (2.13) computes them again for each element, or
     each vector, of the reader."""
-    for body in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
-        slow = set[fx.Node]()  # numbers with a slow op among what they are computed of
-        is_changed = False
-        for node in [n for n in body.graph.nodes if n.op == "call_function"]:
-            value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.shape:
-                continue
-            if node.target in _SLOW or not slow.isdisjoint(node.all_input_nodes):
-                slow.add(node)
-                large = [user for user in node.users if _is_large(user.meta.get("val"))]
-                if large:
-                    is_changed = True
-                    with body.graph.inserting_after(node):
-                        once = body.graph.call_function(_once(), (node,))
-                    once.meta = dict(node.meta)
-                    for user in large:
-                        user.replace_input_with(node, once)
-        if is_changed:
-            body.recompile()
+    slow = set[fx.Node]()  # numbers with a slow op among what they are computed of
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.shape:
+            continue
+        if node.target in _SLOW or not slow.isdisjoint(node.all_input_nodes):
+            slow.add(node)
+            large = [user for user in node.users if _is_large(user.meta.get("val"))]
+            if large:
+                with graph.inserting_after(node):
+                    once = graph.call_function(_once(), (node,))
+                once.meta = dict(node.meta)
+                for user in large:
+                    user.replace_input_with(node, once)
 
 
 def _is_large(value: Any) -> bool:
@@ -287,9 +293,7 @@ def _once() -> Any:
         x.realize()
         return x
 
-    torch.library.define("fxpar::once", "(Tensor x) -> Tensor")
-    torch.library.impl("fxpar::once", "CompositeExplicitAutograd")(torch.clone)
-    torch.library.register_fake("fxpar::once")(torch.empty_like)
+    define_op("fxpar::once(Tensor x) -> Tensor", torch.empty_like, torch.clone)
     op = torch.ops.fxpar.once.default
     register_lowering(op, type_promotion_kind=None)(lower)
     return op

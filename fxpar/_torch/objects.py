@@ -14,6 +14,18 @@ import torch
 from torch import fx, nn
 
 
+def define_op(
+    schema: str, fake: Callable[..., Any], run: Callable[..., Any] | None = None
+) -> None:
+    """Register an op, such as ``"fxpar::name(Tensor x) -> Tensor"``, with what it gives
+    for fake tensors and, if it runs, what it does for real ones."""
+    name = schema.partition("(")[0]
+    torch.library.define(name, schema.removeprefix(name))
+    torch.library.register_fake(name)(fake)
+    if run is not None:
+        torch.library.impl(name, "CompositeExplicitAutograd")(run)
+
+
 def schema_of(target: Any) -> Any:
     """Return the schema of an ATen or custom op; None for other targets."""
     return getattr(target, "_schema", None)
@@ -150,22 +162,14 @@ def every_object() -> list[Any]:
     return every
 
 
+def live(kind: type) -> list[Any]:
+    """Return the objects of a class that there are."""
+    return [x for x in every_object() if issubclass(type(x), kind)]
+
+
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    """Return the optimizers there are."""
-    return [
-        candidate
-        for candidate in every_object()
-        if issubclass(type(candidate), torch.optim.Optimizer)
-        and hasattr(candidate, "param_groups")
-    ]
-
-
-def live_ddp() -> list[torch.nn.Module]:
-    """Return the DistributedDataParallel wrappers there are."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    kinds = DistributedDataParallel
-    return [x for x in every_object() if issubclass(type(x), kinds)]
+    """Return the optimizers there are, without those that are being made."""
+    return [x for x in live(torch.optim.Optimizer) if hasattr(x, "param_groups")]
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:

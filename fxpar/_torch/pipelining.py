@@ -1,4 +1,4 @@
-"""Reads schedules of pipelines from torch's classes: the actions of each rank.
+"""Gives schedules of pipelines, most of them from torch: the actions of each rank.
 
 In: the numbers of places, microbatches (``parts``) and stages a rank (``rounds``). Out:
 a list of actions for each rank. Never: runs a pipeline.
@@ -14,39 +14,26 @@ from typing import Any
 # (stage, "F", "B", "I" or "W", microbatch)
 Action = tuple[int, str, int]
 
-# Below, private methods of ``torch.distributed.pipelining.schedules`` give the actions
-# of one rank, or of all, and read only the attributes set here.
-
 
 def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
     """Return the actions of 1F1B: a forward, then a backward, once the pipeline is
-    full, one stage a rank. (``Schedule1F1B`` (2.13) has a table for pictures, which
-    lacks a forward on the last rank.)"""
-    from torch.distributed.pipelining import schedules
-
-    tables: Any = schedules
+    full, one stage a rank."""
     rows = []
     for rank in range(places):
         first = min(parts, places - 1 - rank)
-        ops = tables._get_1f1b_rank_ops(
-            1,
-            places,
-            first,
-            parts - first,
-            first,
-            rank,
-            lambda step, rank=rank: rank,
-            lambda step, rank=rank: rank,
-        )
-        rows.append(_actions(ops))
+        forwards, backwards = ([(rank, kind, i) for i in range(parts)] for kind in "FB")
+        pairs = zip(forwards[first:], backwards, strict=False)
+        steady = [action for pair in pairs for action in pair]
+        rows.append([*forwards[:first], *steady, *backwards[parts - first :]])
     return rows
 
 
 def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Return the actions of all forwards, then all backwards (``ScheduleGPipe``)."""
-    schedule = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
-    table = _class("ScheduleGPipe")._get_pipeline_order(schedule)
-    return [_actions(table[rank]) for rank in range(places)]
+    """Return the actions of all forwards, then all backwards."""
+    return [
+        [(rank, kind, i) for kind in "FB" for i in range(parts)]
+        for rank in range(places)
+    ]
 
 
 def rank_tables(name: str) -> Callable[[int, int, int], list[list[Action]]]:
@@ -56,7 +43,10 @@ def rank_tables(name: str) -> Callable[[int, int, int], list[list[Action]]]:
 
 
 def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:
+    from torch.distributed.pipelining import schedules
+
     turns = max(1, parts // places)
+    # Private methods of torch give the actions of one rank, and read only these.
     schedule = SimpleNamespace(
         pp_group_size=places,
         num_stages=places * rounds,
@@ -66,14 +56,8 @@ def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[A
         number_of_rounds=turns,
         microbatches_per_round=parts // turns,
     )
-    operations: Callable[..., Any] = _class(name)._calculate_single_rank_operations
+    operations = getattr(schedules, name)._calculate_single_rank_operations
     return [_actions(operations(schedule, rank)) for rank in range(places)]
-
-
-def _class(name: str) -> Any:
-    from torch.distributed.pipelining import schedules
-
-    return getattr(schedules, name)
 
 
 def _actions(row: Any) -> list[Action]:

@@ -19,14 +19,6 @@ import torch
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def open_mode() -> Any:
-    """Return a FakeTensorMode that makes symbols for sizes; tensors made in it are
-    static."""
-    from fxpar._torch.fake import new_fake_mode
-
-    return new_fake_mode(symbols=True)
-
-
 def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
     """Return an open size of at least 2, ``hint`` among them."""
     from torch._dynamo.source import ConstantSource

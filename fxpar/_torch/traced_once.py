@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._torch import node_copies as nodes_of
 from fxpar._torch import traced_values as values_of
-from fxpar._torch.node_copies import Memories, TracedNode
 from fxpar._torch.objects import memory_of
+from fxpar._torch.traced_values import Memories, TracedNode
 
 
 @dataclass
@@ -87,36 +86,6 @@ def _conditions_of(values: Sequence[Any], numbers: Sequence[Any]) -> _Conditions
     memories = list(map(memory_of, fakes))
     sharing = tuple(memories.index(memory) for memory in memories)
     return _Conditions(values_of.modes(), tuple(numbers), sharing)
-
-
-def _look_at(
-    kind: SegmentKind,
-    values: Sequence[Any],
-    run: Callable[[], Sequence[Any]],
-    conditions: _Conditions,
-) -> Sequence[Any]:
-    """Run the first segment before anything is traced, and note what it does; return
-    its results."""
-    parts = list(map(values_of.part_of, values))
-
-    def state() -> Any:
-        return (
-            values_of.tokens(),
-            values_of.modes(),
-            list(map(values_of.form_of, parts)),
-        )
-
-    before, counts = state(), list(map(values_of.writes_to, parts))
-    outs = run()
-    writes = zip(counts, map(values_of.writes_to, parts), strict=True)
-    kind.written = tuple(i for i, (n, now) in enumerate(writes) if n != now)
-    kind.is_checked = True
-    kind.refused = (
-        state() != before
-        or not _has_own_results(outs, parts, kind.lasting)
-        or not _can_be_copied(kind, values, conditions)
-    )
-    return outs
 
 
 def _can_be_copied(
@@ -258,9 +227,11 @@ class _Copies:
         """Add copies of nodes, which read what ``nodes`` has in place of their
         operands, and add the copies to ``nodes``. Numbers that autograd gave to nodes
         of the first forward become those of this segment; others become ``other``."""
+        from torch._higher_order_ops import wrap
+
         memories = Memories(nodes)
         regions = _regions(traced_nodes, self.regions)
-        self.regions |= {i: nodes_of.new_region() for i in regions}
+        self.regions |= {i: next(wrap.uid) for i in regions}
         with values_of.untraced():
             for node in traced_nodes:
                 meta = node.copy(tracer.graph, nodes).meta
@@ -359,24 +330,35 @@ class _Segment:
             return False
         if self.index == 0:
             traced.conditions = conditions
-            traced.texts = nodes_of.users_texts(self.nodes)
+            traced.texts = values_of.users_texts(self.nodes)
             return True
         if traced.conditions != conditions:
             return False
-        metadata = nodes_of.users_metadata(traced.texts, self.nodes)
+        metadata = values_of.users_metadata(traced.texts, self.nodes)
         self.copies.metadata = metadata or {}
         return metadata is not None
 
     def _look_at(self, values: Sequence[Any]) -> None:
-        """Run the first segment, before anything is traced, to see what it does."""
+        """Run the first segment, before anything is traced, and note what it does."""
         traced, kind = self.traced, self.kind
-
-        def run() -> Sequence[Any]:
-            self._run_nodes()
-            return [traced.interpreter.env[self.nodes[i]] for i in kind.results]
-
         assert traced.conditions is not None
-        outs = _look_at(kind, values, run, traced.conditions)
+        parts = list(map(values_of.part_of, values))
+
+        def state() -> Any:
+            forms = list(map(values_of.form_of, parts))
+            return values_of.tokens(), values_of.modes(), forms
+
+        before, counts = state(), list(map(values_of.writes_to, parts))
+        self._run_nodes()
+        outs = [traced.interpreter.env[self.nodes[i]] for i in kind.results]
+        writes = zip(counts, map(values_of.writes_to, parts), strict=True)
+        kind.written = tuple(i for i, (n, now) in enumerate(writes) if n != now)
+        kind.is_checked = True
+        kind.refused = (
+            state() != before
+            or not _has_own_results(outs, parts, kind.lasting)
+            or not _can_be_copied(kind, values, traced.conditions)
+        )
         if not kind.refused:
             traced.differentiable = [x.requires_grad for x in outs]
             traced.likes = list(map(values_of.fake_of, outs))
@@ -413,7 +395,26 @@ class _Segment:
 
     def backward(self, tangents: Sequence[Any]) -> list[Any]:
         """Return the gradients of the operands."""
-        return _gradients_of(self.traced, tangents, self.copies)
+        traced, tracer = self.traced, values_of.tracer()
+        if traced.interpreter.last_number is None:
+            traced.interpreter.last_number = values_of.last_number()
+        nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
+        forms = (x if x is None else (x.dtype, x.shape, x.stride()) for x in tangents)
+        key = tuple(forms), tuple(map(nodes.index, nodes))
+        if key not in traced.backwards:
+            traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
+        backward = traced.backwards[key]
+        own = dict(self.copies.nodes)
+        for node, mine in zip(backward.tangents, nodes, strict=True):
+            if node is not None:
+                own[node] = mine
+        last = traced.interpreter.last_number
+        self.copies.add(backward.nodes, own, traced, last, tracer)
+        gradients = []
+        for node, like in zip(backward.gradient_nodes, backward.gradients, strict=True):
+            part = values_of.value_of(node and own.get(node, node), tracer)
+            gradients.append(values_of.around(part, like))
+        return gradients
 
 
 @cache
@@ -439,32 +440,15 @@ def _segment_op() -> Any:
 
 
 def _trace_first(traced: _TracedKind, operands: Sequence[Any], before: int) -> _Copies:
-    """Trace the first segment for all of its kind. ``before``: autograd's number of the
-    last node before there was an op for it."""
+    """Trace the first segment for all of its kind, and for autograd to go back through.
+    ``before``: autograd's number of the last node before there was an op for it."""
     tracer, kind = values_of.tracer(), traced.kind
     parts = list(map(values_of.part_of, operands))
     traced.operands = [values_of.node_of(x, tracer) for x in parts]
-    _trace_forward(traced, operands, tracer)
-    traced.results = [values_of.node_of(x, tracer) for x in traced.outs]
-    traced.written = [values_of.node_of(traced.leaves[i], tracer) for i in kind.written]
-    traced.differentiable = [x.requires_grad for x in traced.outs]
-    kind.refused = not nodes_of.can_be_copied(traced.nodes)
-    for x in traced.nodes:
-        # A node without a number of its own has that of the node before it.
-        if x.meta.get("seq_nr") == traced.begin:
-            x.node.meta["seq_nr"] = before
-    own = {node: node for node in [*traced.operands, *(x.node for x in traced.nodes)]}
-    regions = {i: i for i in _regions(traced.nodes)}
-    return _Copies(own, regions, begin=traced.begin)
-
-
-def _trace_forward(traced: _TracedKind, operands: Sequence[Any], tracer: Any) -> None:
-    """Trace the first segment for autograd to go back through."""
     assert traced.conditions is not None
-    env, kind = traced.interpreter.env, traced.kind
-    reads, nodes = kind.operands[0], kind.segments[0]
+    env, nodes, reads = traced.interpreter.env, kind.segments[0], kind.operands[0]
     leaves = traced.leaves = [_leaf(x, tracer) for x in operands]
-    last, traced.begin = nodes_of.last_node(tracer.graph), values_of.last_number()
+    last, traced.begin = values_of.last_node(tracer.graph), values_of.last_number()
     read_values = {node: env.get(node) for node, _ in reads}
     shared = {n: x for (n, at), x in zip(reads, leaves, strict=True) if at is None}
     with torch.set_grad_enabled(traced.conditions.modes[0]):
@@ -476,7 +460,18 @@ def _trace_forward(traced: _TracedKind, operands: Sequence[Any], tracer: Any) ->
     env.update(read_values)
     keep_lines(traced.outs)
     traced.end = values_of.last_number()
-    traced.nodes = nodes_of.traced_since(last, tracer.graph)
+    traced.nodes = values_of.traced_since(last, tracer.graph)
+    traced.results = [values_of.node_of(x, tracer) for x in traced.outs]
+    traced.written = [values_of.node_of(leaves[i], tracer) for i in kind.written]
+    traced.differentiable = [x.requires_grad for x in traced.outs]
+    kind.refused = not values_of.can_be_copied(traced.nodes)
+    for x in traced.nodes:
+        # A node without a number of its own has that of the node before it.
+        if x.meta.get("seq_nr") == traced.begin:
+            x.node.meta["seq_nr"] = before
+    same = {node: node for node in [*traced.operands, *(x.node for x in traced.nodes)]}
+    regions = {i: i for i in _regions(traced.nodes)}
+    return _Copies(same, regions, begin=traced.begin)
 
 
 def _leaf(x: Any, tracer: Any) -> Any:
@@ -490,31 +485,6 @@ def _leaf(x: Any, tracer: Any) -> Any:
         return values_of.around(own, x).requires_grad_(x.requires_grad)
 
 
-def _gradients_of(
-    traced: _TracedKind, tangents: Sequence[Any], copies: _Copies
-) -> list[Any]:
-    """Return the gradients of the operands of a segment."""
-    tracer = values_of.tracer()
-    if traced.interpreter.last_number is None:
-        traced.interpreter.last_number = values_of.last_number()
-    nodes = [x if x is None else values_of.node_of(x, tracer) for x in tangents]
-    key = tuple(map(_strides_of, tangents)), tuple(map(nodes.index, nodes))
-    if key not in traced.backwards:
-        traced.backwards[key] = _trace_backward(traced, tangents, nodes, tracer)
-    backward = traced.backwards[key]
-    own = dict(copies.nodes)
-    for node, mine in zip(backward.tangents, nodes, strict=True):
-        if node is not None:
-            own[node] = mine
-    last = traced.interpreter.last_number
-    copies.add(backward.nodes, own, traced, last, tracer)
-    gradients = []
-    for node, like in zip(backward.gradient_nodes, backward.gradients, strict=True):
-        part = values_of.value_of(node and own.get(node, node), tracer)
-        gradients.append(values_of.around(part, like))
-    return gradients
-
-
 def _trace_backward(
     traced: _TracedKind,
     tangents: Sequence[Any],
@@ -522,8 +492,8 @@ def _trace_backward(
     tracer: Any,
 ) -> _TracedBackward:
     """Trace the backward of the first segment; its nodes leave the graph again."""
-    with nodes_of.taken_out(tracer.graph):
-        last = nodes_of.last_node(tracer.graph)
+    with values_of.taken_out(tracer.graph):
+        last = values_of.last_node(tracer.graph)
         pairs = zip(traced.outs, tangents, strict=True)
         used = [(x, t) for x, t in pairs if t is not None and x.requires_grad]
         places = [i for i, x in enumerate(traced.leaves) if x.requires_grad]
@@ -540,7 +510,7 @@ def _trace_backward(
             if x is not None:
                 gradients[i] = x
                 nodes[i] = values_of.node_of(values_of.part_of(x), tracer)
-        since = nodes_of.traced_since(last, tracer.graph)
+        since = values_of.traced_since(last, tracer.graph)
     return _TracedBackward(since, tangent_nodes, gradients, nodes)
 
 
@@ -550,10 +520,6 @@ def keep_lines(outs: Sequence[Any]) -> None:
 
     ends = [x.grad_fn for x in outs if x.grad_fn is not None]
     logging_utils.setup_stacktrace_preservation_hooks(ends)
-
-
-def _strides_of(x: Any) -> Any:
-    return None if x is None else (x.dtype, tuple(x.shape), x.stride())
 
 
 def _regions(nodes: Sequence[TracedNode], but: Any = ()) -> Iterator[int]:

@@ -16,11 +16,6 @@ from typing import Any
 import torch
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a kind of GPU, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 @functools.cache
 def own_version() -> str:
     """Return a digest of fxpar's source: what it compiles may change with any of it."""

@@ -34,7 +34,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import UNEVEN, is_uneven
+from fxpar.graph.builder import UNEVEN, is_uneven, part_of, put_after_reads
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.rank_sizes import is_size, uneven_nodes
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
@@ -242,32 +242,10 @@ def arrange(graph: fx.Graph) -> None:
     """Order nodes so that each is after what it reads and, if it keeps its order, after
     the one before it; otherwise leave them. Raises ScheduleError if there is no such
     order."""
-    first = _chained(graph)
-    placed: set[fx.Node] = set()
-    waiting: dict[fx.Node, list[fx.Node]] = {}
-    order: list[fx.Node] = []
-
-    def place(node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            at = stack.pop()
-            sources = (*at.all_input_nodes, *first.get(at, ()))
-            unplaced = next((n for n in sources if n not in placed), None)
-            if unplaced is not None:
-                waiting.setdefault(unplaced, []).append(at)
-                continue
-            placed.add(at)
-            order.append(at)
-            stack += reversed(waiting.pop(at, []))
-
-    for node in graph.nodes:
-        if node not in placed:
-            place(node)
-    stuck = next((node for node in graph.nodes if node not in placed), None)
+    stuck = put_after_reads(graph, _chained(graph))
     if stuck is not None:
         what = f"{stuck.name} would wait for itself: random draws and messages keep"
         raise ScheduleError(f"{what} their order", where=user_line(stuck), fix=_FIX)
-    _put(order)
 
 
 def _chained(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -290,14 +268,6 @@ def _kinds(node: fx.Node) -> Iterator[str]:
     for kind, (belongs, _) in _KINDS.items():
         if any(map(belongs, inside or [node])):
             yield kind
-
-
-def _put(order: list[fx.Node]) -> None:
-    before: fx.Node | None = None
-    for node in order:
-        if before is not None and before.next is not node:
-            before.append(node)
-        before = node
 
 
 def close(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -335,16 +305,9 @@ def outlined(
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Put members, given in order, into a region after the last of them. Return it, and
     its items that others read instead of ``results``."""
-    inside, part = set(members), fx.Graph()
+    inside = set(members)
     read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in read:
-        copies[node] = part.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in members:
-        copies[node] = part.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    part.output(tuple(copies[node] for node in results))
+    part = part_of(read, members, tuple(results))
     last, items = members[-1], list[fx.Node]()
     with graph.inserting_before(last.next):
         region = graph.call_function(kind(part), tuple(read))

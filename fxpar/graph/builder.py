@@ -9,8 +9,9 @@ finds the user's line. Never: an op runs on real data.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -117,6 +118,51 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     return copied_graph
 
 
+def part_of(
+    inputs: Iterable[fx.Node], calls: Iterable[fx.Node], results: Sequence[Any]
+) -> fx.Graph:
+    """Return a graph of copies of calls; ``inputs`` become its placeholders."""
+    graph = fx.Graph()
+    copies: dict[Any, Any] = {}
+    for node in inputs:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+        else:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(type(results)(copies.get(r, r) for r in results))  # type: ignore[call-arg]
+    return graph
+
+
+def put_after_reads(
+    graph: fx.Graph, before: Mapping[fx.Node, Sequence[fx.Node]] | None = None
+) -> fx.Node | None:
+    """Order nodes so that each is after what it reads, and after the nodes that
+    ``before`` has for it; otherwise leave their order. If there is no such order,
+    change nothing, and return a node that would have to wait for itself."""
+    placed: dict[fx.Node, None] = {}
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    for first in graph.nodes:
+        stack = [first]
+        while stack:
+            node = stack.pop()
+            sources = (*node.all_input_nodes, *(before or {}).get(node, ()))
+            unplaced = next((n for n in sources if n not in placed), None)
+            if unplaced is not None:
+                waiting.setdefault(unplaced, []).append(node)
+            else:
+                placed[node] = None
+                stack += reversed(waiting.pop(node, []))
+    if waiting:
+        return next(node for node in graph.nodes if node not in placed)
+    for earlier, node in pairwise(placed):
+        if earlier.next is not node:
+            earlier.append(node)
+    return None
+
+
 class Builder:
     """Adds nodes to a graph, each with a fake value computed from those of its inputs.
 
@@ -198,12 +244,19 @@ class Builder:
         base = base % around if around else base
         if not axes or stride == 0:
             return base
-        around_args = (around,) if around else ()
-        args = str(self.mesh), tuple(axes), stride, base, *around_args
-        node = self.graph.call_function(
-            rank_ints.offset, size_nodes.as_nodes(self.graph, args)
-        )
-        node.meta["val"] = base
+        rest = (around,) if around else ()
+        return self._of_rank(rank_ints.offset, base, axes, stride, base, *rest)
+
+    def _of_rank(
+        self, target: Callable[..., int], value: int, axes: Sequence[str], *args: Any
+    ) -> fx.Node:
+        """Add a call of ``rank_ints``, a number that depends on the rank; ``value`` is
+        its fake value."""
+        if target is not rank_ints.offset and torch.SymInt in map(type, args):
+            raise Inexpressible("shards of a dynamic size are unequal")
+        args = size_nodes.as_nodes(self.graph, (str(self.mesh), tuple(axes), *args))
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
         return node
 
     def own_size(self, rows: Size, axes: Sequence[str]) -> Size:
@@ -214,9 +267,8 @@ class Builder:
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             return rows // self.mesh.count(axes)
-        return self._place(
-            rank_ints.own_size, axes, rows, shard_sizes.largest(rows, self.mesh, axes)
-        )
+        largest = shard_sizes.largest(rows, self.mesh, axes)
+        return self._of_rank(rank_ints.own_size, largest, axes, rows)
 
     def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
         """Return ``base`` + the first row that this rank holds of a dim of ``rows``."""
@@ -225,7 +277,7 @@ class Builder:
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             return self.offset(axes, rows // self.mesh.count(axes), base)
-        start = self._place(rank_ints.own_start, axes, rows, 0)
+        start = self._of_rank(rank_ints.own_start, 0, axes, rows)
         return self.compute(operator.add, start, base)
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
@@ -248,8 +300,10 @@ class Builder:
         sizes = [shard_sizes.piece(own, self.mesh, axis, i)[1] for i in ranks]
         if not axes:
             return list(sizes)
-        part_size, place = rank_ints.part_size, self._place
-        return [place(part_size, axes, rows, n, axis, i) for i, n in enumerate(sizes)]
+        target = rank_ints.part_size
+        return [
+            self._of_rank(target, n, axes, rows, axis, i) for i, n in enumerate(sizes)
+        ]
 
     def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
         """Return the largest of ``part_sizes``."""
@@ -257,7 +311,7 @@ class Builder:
         if not isinstance(own, fx.Node):
             return shard_sizes.largest(own, self.mesh, (axis,))
         largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
-        return self._place(rank_ints.largest_part, axes, rows, largest, axis)
+        return self._of_rank(rank_ints.largest_part, largest, axes, rows, axis)
 
     def window_rows(self, exchange: Exchange) -> Size:
         """Return the rows of the window that this rank reads, or adds; its fake value
@@ -268,34 +322,12 @@ class Builder:
         (count,) = moves.sources if moves.adds else moves.targets
         if shard_sizes.is_even(count, self.mesh, exchange.axes):
             return most
-        return self._of_window(rank_ints.window_rows, exchange, most)
+        target = rank_ints.window_rows
+        return self._of_rank(target, most, exchange.axes, exchange.text)
 
     def window_start(self, exchange: Exchange) -> fx.Node:
         """Return the row of its dim at which this rank's window begins."""
-        return self._of_window(rank_ints.window_start, exchange, 0)
-
-    def _of_window(
-        self, target: Callable[..., int], exchange: Exchange, value: int
-    ) -> fx.Node:
-        args = str(self.mesh), tuple(exchange.axes), exchange.text
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = value
-        return node
-
-    def _place(
-        self,
-        target: Callable[..., int],
-        axes: Sequence[str],
-        rows: int,
-        value: int,
-        *part: str | int,
-    ) -> fx.Node:
-        if not isinstance(rows, int):
-            raise Inexpressible("shards of a dynamic size are unequal")
-        args = (str(self.mesh), tuple(axes), rows, *part)
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = value
-        return node
+        return self._of_rank(rank_ints.window_start, 0, exchange.axes, exchange.text)
 
     def compute(self, operation: Callable[[int, int], int], a: Size, b: Size) -> Size:
         """Return an operation of two sizes: a number if both are, else a node."""
@@ -395,7 +427,7 @@ def keep_meta(graph: fx.Graph) -> None:
     are in checkpointed regions. AOTAutograd (2.13) would compute these again itself,
     before anything is planned, and refuses random ops."""
     for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
+        custom = custom_of(node)
         if "seq_nr" in node.meta:
             custom = custom | {_NUMBER: node.meta["seq_nr"]}
         if node.meta.pop("recompute", None) and phase_of(node) == "forward":
@@ -408,7 +440,7 @@ def restore_meta(graph: fx.Graph) -> None:
     is known to differentiate a forward one, and the tags of checkpointed regions. In
     place."""
     for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
+        custom = custom_of(node)
         if _NUMBER in custom:
             node.meta["seq_nr"] = custom[_NUMBER]
         if _CHECKPOINTED in custom:

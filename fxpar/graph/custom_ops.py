@@ -16,13 +16,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch.fx.traceback import get_current_meta
 
 from fxpar import _torch
+from fxpar._torch.objects import define_op
 from fxpar.errors import ShardError
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import line_of
 from fxpar.sharding.rank_ints import rank_here
 from fxpar.sharding.spec import Spec
+
+c10d = torch.ops._c10d_functional
 
 GROUP_PREFIX = "fxpar:"
 
@@ -60,15 +64,11 @@ def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor
 # Moves rows between ranks: ``x`` has the local operands, joined along a dim, the result
 # this rank's ``rows`` of all results, joined. ``exchange``: text of
 # ``row_moves.Exchange``. Exists only until binding, as ``fxpar::permute``.
-torch.library.define(
-    "fxpar::move_rows",
-    "(Tensor x, int dim, SymInt rows, str exchange, str mesh, str group) -> Tensor",
+define_op(
+    "fxpar::move_rows(Tensor x, int dim, SymInt rows, str exchange, str mesh, "
+    "str group) -> Tensor",
+    lambda x, dim, rows, *_: x.new_empty([*x.shape[:dim], rows, *x.shape[dim + 1 :]]),
 )
-
-
-@torch.library.register_fake("fxpar::move_rows")
-def _(x, dim, rows, exchange, mesh, group):
-    return x.new_empty([*x.shape[:dim], rows, *x.shape[dim + 1 :]])
 
 
 def letters(equation: str) -> str:
@@ -190,33 +190,9 @@ def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 # ``torch.cat`` and ``torch.clone``, which Inductor leaves to torch after
-# ``register_copies_by_torch``.
-torch.library.define("fxpar::join", "(Tensor[] parts, int dim) -> Tensor")
-torch.library.define("fxpar::copied", "(Tensor x) -> Tensor")
-
-
-@torch.library.impl("fxpar::join", "CompositeExplicitAutograd")
-def _(parts, dim):
-    return torch.cat(parts, dim)
-
-
-@torch.library.register_fake("fxpar::join")
-def _(parts, dim):
-    return torch.cat(parts, dim)
-
-
-torch.library.impl("fxpar::copied", "CompositeExplicitAutograd")(torch.clone)
-torch.library.register_fake("fxpar::copied")(torch.clone)
-
-
-@functools.cache
-def register_copies_by_torch() -> None:
-    """Register Inductor's lowerings of ``fxpar::join`` and ``fxpar::copied``; called
-    where one is added."""
-    ours, aten = torch.ops.fxpar, torch.ops.aten
-    lower = _torch.inductor_lowerings.lower_as_call
-    lower(ours.join.default, aten.cat.default)
-    lower(ours.copied.default, aten.clone.default)
+# ``register_lowerings``.
+define_op("fxpar::join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
+define_op("fxpar::copied(Tensor x) -> Tensor", torch.clone, torch.clone)
 
 
 @torch.library.custom_op("fxpar::kept", mutates_args=())
@@ -233,37 +209,27 @@ for _op in (permute, shift, scan_back, choice_back):
     )
 
 
-@functools.cache
-def register_copies() -> None:
-    """Register Inductor's lowering of ``fxpar::kept``; called where one is added."""
-    _torch.inductor_lowerings.lower_as_copy(torch.ops.fxpar.kept.default)
-
-
 # The two crossings between one rank's shard and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are
 # reduced, "" for their own. ``home``: number of the model's ``sharded_modules.Home``.
 # ``at_rest.crossings`` has the kernels: eagerly, every rank computes on global values,
 # so ``to_global`` gathers and ``to_local`` is a slice.
-torch.library.define(
-    "fxpar::to_global",
-    "(Tensor local, SymInt[] shape, str spec, str hint, str mesh, str summed, "
-    "str reduce, int home) -> Tensor",
-)
-torch.library.define(
-    "fxpar::to_local", "(Tensor x, str spec, str mesh, str reduce) -> Tensor"
+define_op(
+    "fxpar::to_global(Tensor local, SymInt[] shape, str spec, str hint, str mesh, "
+    "str summed, str reduce, int home) -> Tensor",
+    lambda local, shape, *_: local.new_empty(shape),
 )
 
 
-@torch.library.register_fake("fxpar::to_global")
-def _(local, shape, spec, hint, mesh, summed, reduce, home):
-    return local.new_empty(shape)
-
-
-@torch.library.register_fake("fxpar::to_local")
-def _(x, spec, mesh, reduce):
+def _own_part(x: torch.Tensor, spec: str, mesh: str, reduce: str) -> torch.Tensor:
     layout, rank = Spec.parse(spec), rank_here()
     return x.new_empty(layout.rank_shape(Mesh.parse(mesh), x.shape, rank))
+
+
+define_op(
+    "fxpar::to_local(Tensor x, str spec, str mesh, str reduce) -> Tensor", _own_part
+)
 
 
 def refuse_sparse(gradient: torch.Tensor) -> None:
@@ -272,7 +238,7 @@ def refuse_sparse(gradient: torch.Tensor) -> None:
         raise ShardError(
             f"a sparse gradient of a parameter {list(gradient.shape)} that fxpar.shard "
             "split",
-            where=line_of(_torch.aot.stack_trace()),
+            where=line_of(get_current_meta().get("stack_trace") or ""),
             fix="use sparse=False",
         )
 
@@ -301,88 +267,84 @@ torch.library.register_autograd(
 
 
 # An all-gather on CPU in two ops, for ``order_collectives.give_outputs``: the second
-# waits for the first. Inductor needs lowerings of both (``register_lowering``), so that
-# readers get the buffer that the first writes to, not another copy of its value.
-torch.library.define(
-    "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
-)
-torch.library.define("fxpar::wait_gather", "(Tensor(a!) out) -> ()")
-
-
-def _gathered(x: torch.Tensor, count: int) -> torch.Tensor:
+# waits for the first. Inductor needs lowerings of both, so that readers get the buffer
+# that the first writes to, not another copy of its value.
+def _gathered(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     return x.new_empty([count * (x.shape[0] if x.dim() else 1), *x.shape[1:]])
 
 
-@torch.library.register_fake("fxpar::all_gather_into_tensor")
-def _(x, count, group):
-    return _gathered(x, count)
-
-
-@torch.library.register_fake("fxpar::wait_gather")
-def _(out):
-    return None
-
-
-@torch.library.impl("fxpar::all_gather_into_tensor", "CompositeExplicitAutograd")
-def _(x, count, group):
-    out, c10d = _gathered(x, count), torch.ops._c10d_functional
+def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    out = _gathered(x, count, group)
     return c10d.all_gather_into_tensor_out(x.contiguous(), count, group, out=out)
 
 
-@torch.library.impl("fxpar::wait_gather", "CompositeExplicitAutograd")
-def _(out):
-    torch.ops._c10d_functional.wait_tensor(out)
+def _wait(out: torch.Tensor) -> None:
+    c10d.wait_tensor(out)
+
+
+define_op(
+    "fxpar::all_gather_into_tensor(Tensor x, int count, str group) -> Tensor",
+    _gathered,
+    _gather,
+)
+define_op("fxpar::wait_gather(Tensor(a!) out) -> ()", lambda out: None, _wait)
 
 
 @functools.cache
-def register_lowering() -> None:
-    """Register Inductor's lowerings of the all-gather in two ops; called where one is
+def register_lowerings() -> None:
+    """Tell Inductor of the ops above that passes add late; called where one is
     added."""
-    ours = torch.ops.fxpar
-    _torch.inductor_lowerings.lower_collective(
+    aten, ours, rules = torch.ops.aten, torch.ops.fxpar, _torch.inductor_lowerings
+    rules.lower_as_call(ours.join.default, aten.cat.default)
+    rules.lower_as_call(ours.copied.default, aten.clone.default)
+    rules.lower_as_copy(ours.kept.default)
+    rules.lower_collective(
         ours.all_gather_into_tensor.default, ours.wait_gather.default
     )
 
 
 # A gather with the matmuls that read it, and a matmul with the reduce-scatter of its
 # result, for ``overlap(..., fused=1)``. ``count``: ranks of the group, for shapes.
-torch.library.define(
-    "fxpar::gather_matmul",
-    "(Tensor x, Tensor[] ws, int dim, int count, str group) -> Tensor[]",
-)
-torch.library.define(
-    "fxpar::matmul_scatter",
-    "(Tensor x, Tensor w, str op, int dim, int count, str group) -> Tensor",
-)
-
-
-@torch.library.register_fake("fxpar::gather_matmul")
-def _(x, ws, dim, count, group):
-    whole = torch.cat([x] * count, dim)
-    return [whole, *(whole @ w for w in ws)]
-
-
-@torch.library.register_fake("fxpar::matmul_scatter")
-def _(x, w, op, dim, count, group):
-    return (x @ w).chunk(count, dim)[0].contiguous()
-
-
-@torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
-def _(x, ws, dim, count, group):
+def _gather_matmul(
+    x: torch.Tensor, ws: list[torch.Tensor], dim: int, count: int, group: str
+) -> list[torch.Tensor]:
     if _torch.distributed.can_share_memory(x, group):
-        return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
-    c10d = torch.ops._c10d_functional
+        fused = _torch.distributed.symmetric_ops().fused_all_gather_matmul
+        whole, products = fused(x, ws, dim, group)
+        return [y.contiguous() for y in (whole, *products)]
     rows = x.movedim(dim, 0).contiguous()
     whole = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, count, group))
     whole = whole.movedim(0, dim).contiguous()
     return [whole, *(whole @ w for w in ws)]
 
 
-@torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
-def _(x, w, op, dim, count, group):
+def _gathered_matmul(
+    x: torch.Tensor, ws: list[torch.Tensor], dim: int, count: int, group: str
+) -> list[torch.Tensor]:
+    whole = torch.cat([x] * count, dim)
+    return [whole, *(whole @ w for w in ws)]
+
+
+def _matmul_scatter(
+    x: torch.Tensor, w: torch.Tensor, op: str, dim: int, count: int, group: str
+) -> torch.Tensor:
     if _torch.distributed.can_share_memory(x, group):
-        return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
-    c10d = torch.ops._c10d_functional
+        fused = _torch.distributed.symmetric_ops().fused_matmul_reduce_scatter
+        return fused(x, w, op, dim, group).contiguous()
     rows = (x @ w).movedim(dim, 0).contiguous()
     mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(rows, op, count, group))
     return mine.movedim(0, dim).contiguous()
+
+
+define_op(
+    "fxpar::gather_matmul(Tensor x, Tensor[] ws, int dim, int count, str group) "
+    "-> Tensor[]",
+    _gathered_matmul,
+    _gather_matmul,
+)
+define_op(
+    "fxpar::matmul_scatter(Tensor x, Tensor w, str op, int dim, int count, str group) "
+    "-> Tensor",
+    lambda x, w, op, dim, count, group: (x @ w).chunk(count, dim)[0].contiguous(),
+    _matmul_scatter,
+)

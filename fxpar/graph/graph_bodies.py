@@ -82,7 +82,6 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
             copies[node] = rank_ints.place(node.target, node.args, rank)
             continue
         copies[node] = bound.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
         inner = body_of(node)
         if inner is not None:
             copies[node].meta["val"] = bound_body(inner, rank)

@@ -90,7 +90,7 @@ def share(
 ) -> torch.Tensor:
     """Start to give every member the value of ``source``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if _torch.distributed.place_in(group) == source:
+    if _torch.distributed.group_named(group).rank() == source:
         out.copy_(x)
     if out.numel():
         failed = _failed(source, to_all=True)
@@ -120,19 +120,15 @@ def _failed(place: int, *, to_all: bool = False) -> _torch.distributed.Failed:
             what += "the stages ended or hangs"
             fix = "see what the ranks printed, first of all the first that failed; if "
             fix += "one"
+        reason = str(cause).split(". ")[0].partition("\n")[0]  # without advice
         fix += " computes for longer than a message may take, give init_process_group "
         return LostRankError(
-            f"{what} ({_reason(cause)})",
+            f"{what} ({reason})",
             rank=None if to_all else rank,
             fix=f"{fix}a longer timeout",
         )
 
     return error
-
-
-def _reason(cause: Exception) -> str:
-    """Return what a backend says of a failure, without its advice."""
-    return str(cause).split(". ")[0].partition("\n")[0]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -141,12 +137,10 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return flat.reshape(-1).view(torch.uint8)
 
 
-def _empty_like(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 for _op in (transfer, spread, share):
-    _op.register_fake(_empty_like)
+    _op.register_fake(
+        lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
 scatter.register_fake(
     lambda x, source, places, group: x.new_empty(x.shape[0] // places)
 )

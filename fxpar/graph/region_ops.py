@@ -15,67 +15,61 @@ own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from fxpar._torch.objects import define_op
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rank_ints import rank_here
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.spec import Spec
 
-_EDGE = "(Tensor x, str spec, str mesh, str axes, int region) -> Tensor"
-torch.library.define("fxpar::enter_region", _EDGE)
-torch.library.define("fxpar::leave_region", _EDGE)
-torch.library.define(
-    "fxpar::collective",
-    "(Tensor x, str kind, int[] dims, str op, str mesh, str axes) -> Tensor",
-)
-torch.library.define("fxpar::axis_index", "(str axis, str mesh) -> Tensor")
-torch.library.define("fxpar::refuse", "(Tensor x, str what, str fix) -> Tensor")
-
 # Reduction of a partial result -> the share of its gradient that each rank gets.
 _SHARES = {"sum": lambda k: 1.0, "avg": lambda k: 1 / k}
 
 
-@torch.library.register_fake("fxpar::enter_region")
-def _(x, spec, mesh, axes, region):
+def _entered(x: torch.Tensor, spec: str, mesh: str, *_: Any) -> torch.Tensor:
     return x.new_empty(Spec.parse(spec).local_shape(Mesh.parse(mesh), x.shape))
 
 
-@torch.library.register_fake("fxpar::leave_region")
-def _(x, spec, mesh, axes, region):
+def _left(x: torch.Tensor, spec: str, mesh: str, *_: Any) -> torch.Tensor:
     dims, its_mesh = Spec.parse(spec).dims, Mesh.parse(mesh)
     counts = [its_mesh.count(axes) for axes in dims]
     return x.new_empty([n * k for n, k in zip(x.shape, counts, strict=True)])
 
 
-@torch.library.register_fake("fxpar::collective")
-def _(x, kind, dims, op, mesh, axes):
+def _exchanged(
+    x: torch.Tensor, kind: str, dims: list[int], op: str, mesh: str, axes: str
+) -> torch.Tensor:
     named = () if kind == "permute" else dims
     size = Mesh.parse(mesh).count(axes.split("+"))
     return x.new_empty(KINDS[kind].shape(x.shape, named, size))
 
 
-@torch.library.register_fake("fxpar::axis_index")
-def _(axis, mesh):
-    return torch.empty((), dtype=torch.int64)
-
-
-@torch.library.impl("fxpar::axis_index", "CompositeExplicitAutograd")
-def _(axis, mesh):
-    return torch.tensor(Mesh.parse(mesh).index(rank_here(), (axis,)))
-
-
-@torch.library.register_fake("fxpar::refuse")
-def _(x, what, fix):
-    return torch.empty_like(x)
-
-
-@torch.library.impl("fxpar::refuse", "CompositeExplicitAutograd")
-def _(x, what, fix):
+def _refuse(x: torch.Tensor, what: str, fix: str) -> NoReturn:
     raise PlanError(what, fix=fix)
+
+
+_EDGE = "(Tensor x, str spec, str mesh, str axes, int region) -> Tensor"
+define_op(f"fxpar::enter_region{_EDGE}", _entered)
+define_op(f"fxpar::leave_region{_EDGE}", _left)
+define_op(
+    "fxpar::collective(Tensor x, str kind, int[] dims, str op, str mesh, str axes) "
+    "-> Tensor",
+    _exchanged,
+)
+define_op(
+    "fxpar::axis_index(str axis, str mesh) -> Tensor",
+    lambda axis, mesh: torch.empty((), dtype=torch.int64),
+    lambda axis, mesh: torch.tensor(Mesh.parse(mesh).index(rank_here(), (axis,))),
+)
+define_op(
+    "fxpar::refuse(Tensor x, str what, str fix) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+    _refuse,
+)
 
 
 def _edge_context(ctx: Any, inputs: Any, output: Any) -> None:

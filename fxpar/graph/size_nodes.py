@@ -154,7 +154,6 @@ def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:
             copies[node] = _torch.symbols.hint_of(value)
             continue
         copy = copies[node] = hinted.node_copy(node, copies.__getitem__)
-        copy.meta = dict(node.meta)
         copy.meta.pop("tensor_meta", None)
         if "val" in node.meta:
             copy.meta["val"] = _torch.fake.tree_map(

@@ -20,10 +20,9 @@ from torch import fx
 
 from fxpar._torch.aot import CHECKPOINT, higher_order_name
 from fxpar._torch.dynamo import example_of
-from fxpar._torch.node_copies import attribute
 from fxpar._torch.objects import is_mutable, memory_of, tensors_of, written_by
 from fxpar._torch.traced_once import SegmentKind
-from fxpar._torch.traced_values import layout_of, part_of
+from fxpar._torch.traced_values import attribute, layout_of, part_of
 from fxpar.layers import (
     RepeatedOps,
     first_border,

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
-from fxpar.graph.custom_ops import register_copies
+from fxpar.graph.custom_ops import register_lowerings
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import PHASE, depending_on_tangents
@@ -65,7 +65,7 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
         output.meta = output.meta | {"fxpar_single": not several}
         if "desc" in output.meta:
             descs = [inputs[write.target].meta["desc"] for write in writes]
-            written = map(_torch.descriptors.written_input, descs)
+            written = map(_torch.aot.written_input, descs)
             output.meta["desc"] = [*output.meta["desc"], *written]
     return tuple(writes)
 
@@ -129,7 +129,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
             own = node.meta["val"]
             copies = op_facts_of(user.target).copies
             if copies and (value.shape, value.dtype) == (own.shape, own.dtype):
-                register_copies()
+                register_lowerings()
                 with graph.inserting_before(user):
                     copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
                 copy.meta = dict(user.meta) | {"val": own}

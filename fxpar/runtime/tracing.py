@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
@@ -153,7 +154,7 @@ class UserLines(TorchFunctionMode):
                 _users(traceback.walk_stack(sys._getframe(1))), 8
             )
         ]
-        _torch.aot.set_stack_trace(lines[::-1])
+        set_stack_trace(lines[::-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -335,7 +336,7 @@ class TracedCall:
             for name, buffer in self.program.named_buffers():
                 fakes[name] = fake(buffer, False)
             stack.enter_context(_torch.aot.reparametrize(self.program, fakes))
-            stack.enter_context(_torch.aot.preserve_node_meta())
+            stack.enter_context(preserve_node_meta())
             stack.enter_context(_torch.aot.as_compiling())
             stack.enter_context(_torch.loops.steps_looked_up(mode))
             stack.enter_context(AsOneGraph())
@@ -404,7 +405,7 @@ class TracedCall:
                 tangent = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
-                of, _ = _torch.descriptors.descriptor(payload)
+                of, _ = _torch.aot.descriptor(payload)
                 values.append(tangent.fill_(int(of == "output")))
             else:
                 raise PlanError(f"cannot run a graph with an input of kind {kind!r}")
@@ -725,10 +726,10 @@ def read_signature(
         _refuse_sparse(node)
         if node.op == "placeholder":
             desc = node.meta.get("desc")
-            kind, payload = _torch.descriptors.descriptor(desc)
+            kind, payload = _torch.aot.descriptor(desc)
             if kind == "tangent":
                 tangent_of.append((len(inputs), payload))
-            index_of[_torch.descriptors.bare(desc)] = len(inputs)
+            index_of[_torch.aot.bare(desc)] = len(inputs)
             inputs.append(make_input(kind, payload, node))
         elif node.op == "output":
             output = node
@@ -737,8 +738,8 @@ def read_signature(
     position_of: dict[Any, int] = {}
     descs = output.meta.get("desc") or [None] * len(output.args[0])
     for k, desc in enumerate(descs):
-        kind, payload = _torch.descriptors.descriptor(desc)
-        position_of[_torch.descriptors.bare(desc)] = k
+        kind, payload = _torch.aot.descriptor(desc)
+        position_of[_torch.aot.bare(desc)] = k
         of = index_of.get(payload) if kind in ("gradient", "mutation") else None
         name = inputs[of].name if of is not None else f"output_{payload}"
         outputs.append(make_output(kind, name, of))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -324,13 +324,16 @@ def backward_of(graph: fx.Graph) -> set[fx.Node]:
     return late_nodes.union(n for n in tagged if n.op == "call_function")
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all nodes that they are computed from."""
+def ancestors(
+    nodes: Iterable[fx.Node], among: Collection[fx.Node] | None = None
+) -> set[fx.Node]:
+    """Return the nodes, and all nodes that they are computed from; if ``among`` is
+    given, by nodes in it alone."""
     sources = set(nodes)
     stack = list(sources)
     while stack:
         for read in stack.pop().all_input_nodes:
-            if read not in sources:
+            if read not in sources and (among is None or read in among):
                 sources.add(read)
                 stack.append(read)
     return sources

@@ -623,7 +623,7 @@ def test_a_size_that_is_fixed_is_told() -> None:
 
 
 def test_sizes_are_written_as_nodes() -> None:
-    mode = _torch.symbols.open_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     s, t = (_torch.symbols.new_symbol(mode, n, h) for n, h in (("s", 6), ("t", 5)))
     graph = fx.Graph()
     for name, value in (("s", s), ("t", t)):
@@ -646,7 +646,7 @@ def test_sizes_are_written_as_nodes() -> None:
 
 
 def test_a_size_that_no_input_tells_is_refused() -> None:
-    mode = _torch.symbols.open_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     s = _torch.symbols.new_symbol(mode, "s", 6)
     graph = fx.Graph()
     graph.placeholder("x").meta["val"] = torch.empty(2)
@@ -655,7 +655,7 @@ def test_a_size_that_no_input_tells_is_refused() -> None:
 
 
 def test_sizes_that_a_collective_reads_are_not_held() -> None:
-    mode = _torch.symbols.open_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     rows, graph = _torch.symbols.new_symbol(mode, "s", 6), fx.Graph()
     s = graph.placeholder("s")
     s.meta["val"] = rows
@@ -681,7 +681,7 @@ def test_many_conditions_are_counted() -> None:
 @pytest.mark.parametrize("is_open", [True, False])
 def test_rows_of_an_open_size_do_not_move(is_open: bool) -> None:
     """Who sends which rows is known for one size alone."""
-    mode = _torch.symbols.open_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     rows = _torch.symbols.new_symbol(mode, "s", 16) if is_open else 16
     graph = fx.Graph()
     graph.placeholder("s").meta["val"] = rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -337,15 +335,6 @@ def test_views_of_zeros_without_memory_are_no_fakes() -> None:
         zeros = torch._efficientzerotensor((4, 2))
         assert isinstance(zeros, FakeTensor)
         assert not isinstance(zeros.view(8), FakeTensor)
-
-
-def test_torchs_table_of_1f1b_lacks_a_forward() -> None:
-    """If this fails, torch is mended: ``one_f_one_b`` can read it, as ``gpipe``
-    does."""
-    of: Any = SimpleNamespace(_num_stages=2, _n_microbatches=4)
-    last = schedules.Schedule1F1B._get_pipeline_order(of)[1]
-    forwards = [x for x in last if x and x.computation_type.value == "F"]
-    assert [x.microbatch_index for x in forwards] == [1, 2, 3, 4]
 
 
 def test_results_of_a_region_that_is_used_again_are_leaves() -> None:

@@ -84,7 +84,7 @@ def busy(launch: Any, operand: Any, group: str) -> Callable[..., Any]:
     ("kind", "operand"), diagonal([*LAUNCHES], [*OPERANDS], turns=2)
 )
 def test_each_collective(kind: str, operand: str, group: str, monkeypatch: Any) -> None:
-    if kind == "isend" and _torch.distributed._KEPT:
+    if kind == "isend" and torch.__version__ < "2.13":
         pytest.skip("torch has no functional sends: ours send a copy")
     fn = busy(LAUNCHES[kind], OPERANDS[operand], group)
     graph = traced(fn, (8, 8), (8, 8))

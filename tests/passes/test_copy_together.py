@@ -169,3 +169,15 @@ def test_a_reduced_bucket_is_divided_at_once(
         fx.GraphModule({}, graph)(x), fx.GraphModule({}, plain)(x), strict=True
     ):
         assert torch.equal(value, want)
+
+
+def test_a_part_that_is_divided_twice_is_no_other_part() -> None:
+    """One is divided twice, the other is not read: as many divisions as parts."""
+    graph = reduced((2, 2), is_read=False)
+    first, second = graph.output_node().args[0]
+    with graph.inserting_after(first):
+        again = graph.node_copy(first)
+    second.replace_all_uses_with(again)
+    graph.erase_node(second)
+    scale_buckets(graph)
+    assert [node.args[0] for node in graph.output_node().args[0]] == [first.args[0]] * 2

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar._torch import node_copies
+from fxpar._torch import traced_values
 from fxpar._torch.dynamo import copy_graph
 from fxpar._torch.fake import new_fake
 from fxpar._torch.objects import calls_where, memory_of
-from fxpar._torch.traced_values import alias_of
+from fxpar._torch.traced_values import fake_on
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -64,9 +64,9 @@ def test_memory_of_copies_is_as_large(way: str) -> None:
     with FakeTensorMode():
         x = torch.empty(4, 6)
         x = {"behind": x[1:], "in larger": x[:2]}.get(way, x)
-        x = alias_of(x)
-    memories = node_copies.Memories({})
-    copies = [memories.like(x), memories.like(alias_of(x))]
+        x = fake_on(x.untyped_storage(), x)
+    memories = traced_values.Memories({})
+    copies = [memories.like(x), memories.like(fake_on(x.untyped_storage(), x))]
     assert memory_of(copies[0]) == memory_of(copies[1]) != memory_of(x)
     for copy in copies:
         assert copy.fake_mode is x.fake_mode and copy.device == x.device
@@ -91,16 +91,16 @@ def test_users_metadata_is_renamed_by_its_text() -> None:
         return nodes
 
     a, b = Told("a"), Told("b")
-    texts = node_copies.users_texts(node(a, a, b))
+    texts = traced_values.users_texts(node(a, a, b))
     for name in ("c", "d"):
         other = Told(name)
         mine = node(other, other, b)
-        renamed = node_copies.users_metadata(texts, mine)
+        renamed = traced_values.users_metadata(texts, mine)
         assert renamed is not None and renamed["custom"] == {"a": other, "b": b}
     unlike = node(Told("c"), Told("d"), b)
-    assert node_copies.users_metadata(texts, unlike) is None
+    assert traced_values.users_metadata(texts, unlike) is None
     alike = node(Told("c"), Told("c"), b)
-    assert node_copies.users_metadata(texts, alike) is not None
+    assert traced_values.users_metadata(texts, alike) is not None
 
 
 def test_calls_of_a_kind_are_in_order() -> None:

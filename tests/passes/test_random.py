@@ -151,7 +151,7 @@ def test_triton_stream(lanes: int) -> None:
     """Also compared once with Triton's interpreter: rand equal, randn to 7e-7."""
     seed = 2**62 + 17
     at = torch.arange(50, 63)
-    stream = sharded._triton(lanes)
+    stream = sharded._Triton(lanes)
     x = stream.draw(sharded._Eager, "rand", at, torch.tensor(seed))
     for i, value in zip(at.tolist(), x, strict=True):
         word = triton_words(seed, i // lanes)[i % lanes]
@@ -164,7 +164,7 @@ def test_triton_stream(lanes: int) -> None:
 def test_triton_stream_is_lowered_as_it_runs(monkeypatch) -> None:
     """The lowering for CUDA, put on CPU: neighbours of a slice are no neighbours of
     the whole, so Inductor's own packing of four must not be used."""
-    triton = sharded._triton(4)
+    triton = sharded._Triton(4)
     monkeypatch.setattr(sharded, "_stream", lambda device: triton)
 
     def slices(seed: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -310,9 +310,7 @@ def _(
 @functools.cache
 def orthogonalize_whole() -> None:
     """Let Muon see whole gradients, eagerly and in a traced step."""
-    _torch.dtensor.replace_newton_schulz(
-        functools.partial(_of_whole_gradient, _ITERATE)
-    )
+    _torch.dtensor.newton_schulz(functools.partial(_of_whole_gradient, _ITERATE))
 
 
 def _of_whole_gradient(

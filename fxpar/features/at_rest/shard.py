@@ -354,7 +354,7 @@ def _refuse_hidden(
 ) -> None:
     """Raise ShardError if a module keeps parameters elsewhere too."""
     for key, value in module.__dict__.items():
-        if _torch.dynamo.is_recurrent_weights(module, key):
+        if isinstance(module, nn.RNNBase) and key == "_flat_weights":
             continue
         if key.startswith("_parameters") or key in ("_modules", "_buffers"):
             continue

@@ -93,7 +93,9 @@ class TrainStep:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return loss_fn(model, *args, **kwargs)
 
-        self._forward = _torch.one_graph.compile_as_one(forward, backend(self))
+        own = backend(self)
+        _torch.layer_regions.serve(own)
+        self._forward = _torch.dynamo.compile_as_one(forward, own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss, detached, as it was before the update; where ``loss_fn``
@@ -112,7 +114,7 @@ class TrainStep:
             with torch.enable_grad(), traced_for(self.mesh):
                 results = self._forward(*args, **kwargs)
         except Exception as error:
-            why = _torch.one_graph.why_not_one_graph(error)
+            why = _torch.dynamo.why_not_one_graph(error)
             if why is None:
                 raise
             raise PlanError(

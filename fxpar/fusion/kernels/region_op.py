@@ -203,11 +203,12 @@ def _measured(
         return partial(launched, template, values, numbers, provider)
 
     ways = ways_of(program, facts, provider.programs)
+    on_gpu = device.type == "cuda"
     where = {
-        "device": _torch.version.device_name(device),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "multicast": provider.multicast,
     }
-    clock = by_events if device.type == "cuda" else by_clock
+    clock = by_events if on_gpu else by_clock
     try:
         way = tuned(program, ways, prepare, provider.meeting, where=where, clock=clock)
     except Unshared as error:

@@ -275,7 +275,8 @@ def refuse_draws(graph: fx.Graph) -> None:
         for body in bodies_of(node):
             refuse_draws(body.graph)
             for inner in body.graph.nodes:
-                if _is_drawn_in_order(inner):
+                tags = getattr(inner.target, "tags", ())
+                if torch.Tag.nondeterministic_seeded in tags:
                     raise PlanError(
                         f"{node.target} draws random numbers ({inner.target}) in "
                         "a branch or loop, where ranks would not draw the same "
@@ -283,7 +284,3 @@ def refuse_draws(graph: fx.Graph) -> None:
                         where=user_line(inner) or user_line(node),
                         fix=_FIX,
                     )
-
-
-def _is_drawn_in_order(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -18,7 +18,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.symbols import expressions
-from fxpar.graph.builder import Builder, shape_of
+from fxpar.graph.builder import Builder, is_zeros, shape_of
+from fxpar.passes.normalize.random import BY_INDEX
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
@@ -37,9 +38,7 @@ def clone_constants(graph: fx.Graph, rewriter: Builder) -> None:
             for user in list(node.users)[1:]:
                 with rewriter.before(user):
                     twin = rewriter.call(node.target, *node.args, **node.kwargs)
-                twin.meta.update(
-                    {k: v for k, v in node.meta.items() if k not in ("val",)}
-                )
+                twin.meta |= node.meta | {"val": twin.meta["val"]}
                 user.replace_input_with(node, twin)
 
 
@@ -52,13 +51,12 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
     for node in list(graph.nodes):
         if not op_facts_of(node.target).splits:
             continue
-        x, sizes = node.args[0], node.args[1]
+        x = node.args[0]
         shape = shape_of(x)
         dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape)
         parts = [s[dim] for s in (v.shape for v in node.meta["val"])]
         if dim != len(shape) - 1 or len(set(expressions(parts))) != 1 or len(parts) < 2:
             continue
-        del sizes
         widened = _widen(x, len(parts), int(parts[0]), rewriter)
         if widened is None:
             continue
@@ -115,19 +113,16 @@ def _widen_dot(
 def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
     """Replace random ops by functions of a seed and the global index, as Inductor makes
     them on one device, so that a shard of a mask is the same on any mesh."""
+    ours, prim = torch.ops.fxpar, _torch.inductor.inductor_prim
+    by_index = {prim(name): (name, *each) for name, each in BY_INDEX.items()}
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is _torch.inductor.inductor_prim("seeds"):
-            op, args = torch.ops.fxpar.seeds.default, node.args
-        elif node.target is _torch.inductor.inductor_prim("random"):
-            size, seed, mode = node.args[:3]
-            op = torch.ops.fxpar.random.default
-            args = (size, seed, mode, list(size), [0] * len(size))
-        elif node.target is _torch.inductor.inductor_prim("randint"):
-            low, high, size, seed = node.args[:4]
-            op = torch.ops.fxpar.randint.default
-            args = (low, high, size, seed, list(size), [0] * len(size))
+        if node.target is prim("seeds"):
+            op, args = ours.seeds.default, node.args
+        elif node.target in by_index:
+            name, count, at = by_index[node.target]
+            size = list(node.args[at])
+            args = (*node.args[:count], size, [0] * len(size))
+            op = getattr(ours, name).default
         else:
             continue
         with rewriter.before(node):
@@ -248,7 +243,7 @@ def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     views = (aten.view.default, aten.reshape.default)
     if dim != 1 or [u.target in views for u in (*users, index, grad)] != [True] * 3:
         return None
-    if zeros.target is not aten.full.default or zeros.args[1] != 0:
+    if not is_zeros(zeros):
         return None
     (index, *_), (grad, *_), (result,) = index.args, grad.args, users
     if str(index.target) != "prims._low_memory_max_pool_offsets_to_indices.default":
@@ -319,7 +314,7 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
     if not isinstance(node, fx.Node) or node.target is not aten.scatter.value:
         return None
     zeros, at, index, value = node.args
-    if zeros.target is not aten.full.default or zeros.args[1] != 0:
+    if not is_zeros(zeros):
         return None
     if not isinstance(value, int | float):  # known when it runs
         return None

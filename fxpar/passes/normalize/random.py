@@ -21,12 +21,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxpar import _torch
+
+# Ops that draw by index, by the names of Inductor's: the number of its arguments, which
+# ours take too, before the global size and the offset; and which of them is the size.
+BY_INDEX = {"random": (3, 0), "randint": (4, 2)}
 
 _WORD = 0xFFFFFFFF
 _SCALE = 4.6566127342e-10  # the largest float32 that keeps 2**31 - 1 below 1
@@ -160,30 +163,6 @@ def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.where((remainder < 0) | (remainder >= n), remainder - n, remainder)
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """Holds how a device's generated code turns Philox words into numbers."""
-
-    # All 64 bits of the seed are used, not 32.
-    wide: bool
-    # Number of neighbours that share a counter.
-    lanes: int
-    # Uniform numbers: (arithmetic, words, lane) -> numbers.
-    rand: Callable[[Any, Sequence[Any], Any], Any]
-    # Normal numbers, in the same form.
-    randn: Callable[[Any, Sequence[Any], Any], Any]
-
-    def key(self, seed: Any) -> tuple[Any, Any]:
-        low = seed & _WORD
-        return low, (seed >> 32 & _WORD) if self.wide else low & 0
-
-    def draw(self, xp: Any, mode: str, linear: Any, seed: Any) -> Any:
-        """Return the numbers for flat indices; these wrap at 32 bits, as in kernels."""
-        counter = (linear & _WORD) >> int(math.log2(self.lanes))
-        words = _philox(counter, *self.key(seed))
-        return getattr(self, mode)(xp, words, linear & (self.lanes - 1))
-
-
 def _pick(xp: Any, lane: Any, values: Sequence[Any]) -> Any:
     """Return ``values[lane]``, with as many values as lanes."""
     out = values[0]
@@ -192,53 +171,76 @@ def _pick(xp: Any, lane: Any, values: Sequence[Any]) -> Any:
     return out
 
 
-def _cpp_uniform(xp: Any, word: Any) -> Any:
-    return xp.real(word & 0x7FFFFFFF) * _SCALE
+class _Stream:
+    """Turns Philox words into numbers as generated C++ does."""
+
+    lanes = 1  # neighbours that share a counter
+
+    def key(self, seed: Any) -> tuple[Any, Any]:
+        """Return the key of a seed, of which 32 bits are used."""
+        low = seed & _WORD
+        return low, low & 0
+
+    def draw(self, xp: Any, mode: str, linear: Any, seed: Any) -> Any:
+        """Return the numbers for flat indices; these wrap at 32 bits, as in kernels."""
+        counter = (linear & _WORD) >> int(math.log2(self.lanes))
+        words = _philox(counter, *self.key(seed))
+        return getattr(self, mode)(xp, words, linear & (self.lanes - 1))
+
+    def uniform(self, xp: Any, word: Any) -> Any:
+        return xp.real(word & 0x7FFFFFFF) * _SCALE
+
+    def rand(self, xp: Any, words: Sequence[Any], lane: Any) -> Any:
+        """Return uniform numbers."""
+        return self.uniform(xp, _pick(xp, lane, words[: self.lanes]))
+
+    def randn(self, xp: Any, words: Sequence[Any], lane: Any) -> Any:
+        """Return normal numbers: the logarithm is float32, rounded from float64 here;
+        the rest is float64."""
+        u, v = (1 - self.uniform(xp, x) for x in words[:2])
+        log = xp.real(xp.log(u.double())).double()
+        return xp.real(xp.sqrt(-2.0 * log) * xp.cos(2.0 * math.pi * v.double()))
 
 
-def _cpp_rand(xp: Any, words: Sequence[Any], lane: Any) -> Any:
-    return _cpp_uniform(xp, words[0])
+class _Triton(_Stream):
+    """Turns Philox words into numbers as generated Triton does."""
 
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
 
-def _cpp_randn(xp: Any, words: Sequence[Any], lane: Any) -> Any:
-    """Return normal numbers as C++ kernels do: the logarithm is float32, rounded from
-    float64 here; the rest is float64."""
-    u, v = 1 - _cpp_uniform(xp, words[0]), 1 - _cpp_uniform(xp, words[1])
-    log = xp.real(xp.log(u.double())).double()
-    return xp.real(xp.sqrt(-2.0 * log) * xp.cos(2.0 * math.pi * v.double()))
+    def key(self, seed: Any) -> tuple[Any, Any]:
+        return seed & _WORD, seed >> 32 & _WORD
 
+    def uniform(self, xp: Any, word: Any) -> Any:
+        return xp.real(xp.where(word >= 1 << 31, word ^ _WORD, word)) * _SCALE
 
-def _triton_uniform(xp: Any, word: Any) -> Any:
-    return xp.real(xp.where(word >= 1 << 31, word ^ _WORD, word)) * _SCALE
-
-
-def _triton_rand(lanes: int) -> Callable[[Any, Sequence[Any], Any], Any]:
-    return lambda xp, words, lane: _triton_uniform(xp, _pick(xp, lane, words[:lanes]))
-
-
-def _triton_randn(lanes: int) -> Callable[[Any, Sequence[Any], Any], Any]:
-    def randn(xp: Any, words: Sequence[Any], lane: Any) -> Any:
-        uniform = [_triton_uniform(xp, word) for word in words]
-        u = _pick(xp, lane >> 1, [uniform[0], uniform[2]][: max(lanes // 2, 1)])
-        v = _pick(xp, lane >> 1, [uniform[1], uniform[3]][: max(lanes // 2, 1)])
+    def randn(self, xp: Any, words: Sequence[Any], lane: Any) -> Any:
+        uniform = [self.uniform(xp, word) for word in words]
+        u = _pick(xp, lane >> 1, [uniform[0], uniform[2]][: max(self.lanes // 2, 1)])
+        v = _pick(xp, lane >> 1, [uniform[1], uniform[3]][: max(self.lanes // 2, 1)])
         radius = xp.sqrt(xp.log(xp.where(u < 1e-7, u * 0 + 1e-7, u)) * -2.0)
         turn = v * (2 * math.pi)
-        waves = [xp.cos(turn), xp.sin(turn)][: min(lanes, 2)]
+        waves = [xp.cos(turn), xp.sin(turn)][: min(self.lanes, 2)]
         return radius * _pick(xp, lane & 1, waves)
-
-    return randn
-
-
-def _triton(lanes: int) -> _Stream:
-    return _Stream(True, lanes, _triton_rand(lanes), _triton_randn(lanes))
-
-
-_CPP = _Stream(False, 1, _cpp_rand, _cpp_randn)
 
 
 @functools.cache
 def _stream(device: str) -> _Stream:
-    return _CPP if device == "cpu" else _triton(_torch.inductor.triton_random_lanes())
+    is_cpu = device == "cpu"
+    return _Stream() if is_cpu else _Triton(_torch.inductor.triton_random_lanes())
+
+
+def _operator(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+    """Return a method that applies an op of Inductor. ``dtype``: of the result, if not
+    that of the operands."""
+
+    def apply(self: _InductorValue, other: Any) -> _InductorValue:
+        ops, own = self.ops, self.dtype
+        is_value = isinstance(other, _InductorValue)
+        value = other.value if is_value else ops.constant(other, own)
+        return _InductorValue(ops, getattr(ops, name)(self.value, value), dtype or own)
+
+    return apply
 
 
 class _InductorValue:
@@ -247,40 +249,11 @@ class _InductorValue:
     def __init__(self, ops: Any, value: Any, dtype: torch.dtype = torch.int64) -> None:
         self.ops, self.value, self.dtype = ops, value, dtype
 
-    def _with(
-        self, name: str, other: Any, dtype: torch.dtype | None = None
-    ) -> _InductorValue:
-        if not isinstance(other, _InductorValue):
-            other = _InductorValue(
-                self.ops, self.ops.constant(other, self.dtype), self.dtype
-            )
-        value = getattr(self.ops, name)(self.value, other.value)
-        return _InductorValue(self.ops, value, dtype or self.dtype)
-
-    def __add__(self, other: Any) -> _InductorValue:
-        return self._with("add", other)
-
-    def __mul__(self, other: Any) -> _InductorValue:
-        return self._with("mul", other)
-
-    def __and__(self, other: Any) -> _InductorValue:
-        return self._with("bitwise_and", other)
-
-    def __xor__(self, other: Any) -> _InductorValue:
-        return self._with("bitwise_xor", other)
-
-    def __rshift__(self, other: Any) -> _InductorValue:
-        return self._with("bitwise_right_shift", other)
-
-    def __lt__(self, other: Any) -> _InductorValue:
-        return self._with("lt", other, torch.bool)
-
-    def __ge__(self, other: Any) -> _InductorValue:
-        return self._with("ge", other, torch.bool)
-
-    def __eq__(self, other: Any) -> Any:
-        return self._with("eq", other, torch.bool)
-
+    __add__, __mul__ = _operator("add"), _operator("mul")
+    __and__, __xor__ = _operator("bitwise_and"), _operator("bitwise_xor")
+    __rshift__ = _operator("bitwise_right_shift")
+    __lt__, __ge__ = _operator("lt", torch.bool), _operator("ge", torch.bool)
+    __eq__ = _operator("eq", torch.bool)
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpar.graph.builder import Builder
-from fxpar.graph.custom_ops import register_copies_by_torch
+from fxpar.graph.builder import Builder, put_after_reads
+from fxpar.graph.custom_ops import register_lowerings
 from fxpar.passes.order.joinable_collectives import is_cheap
 from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.order.sink_waits import WAIT, hoist
 from fxpar.sharding.cost.op import (
     bytes_of,
     is_contraction,
@@ -56,7 +56,7 @@ def join_buckets(
         if node.op == "call_function" and not node.users and is_cheap(node):
             graph.erase_node(node)
     if names:
-        _sort(graph)
+        put_after_reads(graph)
 
 
 @dataclass(frozen=True)
@@ -147,42 +147,11 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     with rewriter.before(place):
         if kind is _GATHER:
             for member in members:
-                _hoist(member.args[0], place)
+                hoist(member.args[0], place)
         rows = ranks if kind is _SCATTER else 1
         bucket = _flat(rewriter, [m.args[0] for m in members], rows)
         wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
         _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
-
-
-def _hoist(node: fx.Node, before: fx.Node) -> None:
-    """Move the nodes that a gather's operand is computed from before the bucket."""
-    if node.op == "placeholder" or node < before:
-        return
-    for read in node.all_input_nodes:
-        _hoist(read, before)
-    before.prepend(node)
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Move nodes that read a result of a bucket after it; else keep the order."""
-    placed: set[fx.Node] = set()
-    waiting: dict[fx.Node, list[fx.Node]] = {}
-    is_moved = False  # whether any node was moved so far
-    *nodes, output = graph.nodes
-    for first in nodes:
-        stack = [first]
-        while stack:
-            node = stack.pop()
-            reads = node.all_input_nodes
-            if not placed.issuperset(reads):
-                missing = next(read for read in reads if read not in placed)
-                waiting.setdefault(missing, []).append(node)
-                is_moved = True
-                continue
-            if is_moved:
-                output.prepend(node)
-            placed.add(node)
-            stack.extend(reversed(waiting.pop(node, [])))
 
 
 def copy_together(graph: fx.Graph) -> None:
@@ -215,7 +184,7 @@ def copy_into_buckets(graph: fx.Graph) -> None:
         if len(in_memory) < (2 if is_sent else LEAST):
             continue
         if 2 * sum(map(bytes_of, in_memory)) > sum(map(bytes_of, parts)):
-            register_copies_by_torch()
+            register_lowerings()
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
             node.target = torch.ops.fxpar.join.default
             node.args, node.kwargs = (parts, dim), {}
@@ -229,7 +198,7 @@ def scale_buckets(graph: fx.Graph) -> None:
         pieces = list(wait.users)
         parts = [user for piece in pieces for user in piece.users]
         scaled = [user for part in parts for user in part.users]
-        if not len(pieces) == len(parts) == len(scaled) > 1:
+        if len(pieces) < 2 or any(len(n.users) != 1 for n in (*pieces, *parts)):
             continue
         if not all(map(is_view, (*pieces, *parts))):
             continue
@@ -262,7 +231,7 @@ def copy_out_of_buckets(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
         source, on_cpu = node.args[0], node.meta["val"].device.type == "cpu"
         if on_cpu and _is_part_of_bucket(source) and _is_only_contracted(node):
-            register_copies_by_torch()
+            register_lowerings()
             with graph.inserting_before(node):
                 copied = graph.call_function(torch.ops.fxpar.copied.default, (source,))
             copied.meta = dict(source.meta)

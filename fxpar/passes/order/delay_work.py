@@ -29,10 +29,10 @@ from torch import fx
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.passes.order.joinable_collectives import from_inputs
-from fxpar.passes.order.sink_waits import derived_from, is_chunk
+from fxpar.passes.order.sink_waits import derived_from, is_chunk, is_write
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
-from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.program import ancestors
 
 BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -43,7 +43,7 @@ def part_nearest(node: fx.Node, since: Sequence[fx.Node]) -> fx.Node | None:
     ``node`` needs another of its gradients."""
     if all(call.target is not BACKWARD for call in since):
         return None
-    sources = _sources(node, since)
+    sources = ancestors([node], set(since))
     for call in reversed(since):
         if call in sources and call.target is BACKWARD:
             if any(user.target is not operator.getitem for user in call.users):
@@ -89,18 +89,6 @@ def _ask_for(call: fx.Node, mask: Sequence[bool], values: Sequence[Any]) -> None
         value if is_asked else None
         for value, is_asked in zip(values, mask, strict=True)
     )
-
-
-def _sources(node: fx.Node, since: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes among ``since`` that ``node`` is computed from."""
-    inside, stack = set(since), [node]
-    sources: set[fx.Node] = set()
-    while stack:
-        for read in stack.pop().all_input_nodes:
-            if read in inside and read not in sources:
-                sources.add(read)
-                stack.append(read)
-    return sources
 
 
 # The most bytes that are held for longer, in multiples of the collective's bytes. The
@@ -161,7 +149,7 @@ def _is_work(target: Any) -> bool:
 
 def _is_border(target: Any) -> bool:
     """Return whether an op waits or writes, so that no node is moved across it."""
-    return target in WAITS or op_facts_of(target).mutates
+    return target in WAITS or is_write(target)
 
 
 def _all_waits_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -27,7 +27,7 @@ would not take part in a second gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.graph.builder import PLACE
+from fxpar.graph.builder import PLACE, part_of
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
 from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.joinable_collectives import REGATHERED, Joinable
@@ -202,34 +202,16 @@ def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> Pha
     ordered; of the whole graph if it has no backward."""
     results = list(parts.graph.output_node().args[0])
     if parts.count == 1:
-        whole = _graph(parts.inputs, parts.forward, results)
+        whole = part_of(parts.inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
         return PhaseGraph(whole, of_step, settings)
     pairs = zip(results, parts.is_gradient, strict=True)
     own = [result for result, is_gradient in pairs if is_gradient == bool(i)]
     if i == 0:
-        graph = _graph(parts.inputs, parts.forward, [*own, *parts.saved])
+        graph = part_of(parts.inputs, parts.forward, [*own, *parts.saved])
     else:
-        graph = _graph([*parts.inputs, *parts.saved], parts.backward, own)
+        graph = part_of([*parts.inputs, *parts.saved], parts.backward, own)
     return PhaseGraph(graph, bool(i), settings)
-
-
-def _graph(
-    inputs: Iterable[fx.Node], calls: Iterable[fx.Node], results: Iterable[Any]
-) -> fx.Graph:
-    """Return a graph of copies; ``inputs`` become placeholders."""
-    graph = fx.Graph()
-    copies: dict[Any, Any] = {}
-    for node in inputs:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-    for node in calls:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies.get(r, r) for r in results])
-    return graph
 
 
 def _joined(
@@ -237,31 +219,18 @@ def _joined(
 ) -> fx.Graph:
     """Append the backward to the graph of the forward, and return that; both are copies
     already. ``is_backward``: for each result, whether the backward computes it."""
-    graph, end = forward, forward.output_node()
-    inputs = graph.find_nodes(op="placeholder")
-    for node in graph.nodes:
-        node.meta["partitioner_tag"] = "is_forward"
+    for graph, tag in ((forward, "is_forward"), (backward, "is_backward")):
+        for node in graph.nodes:
+            node.meta["partitioner_tag"] = tag
+    end, count = forward.output_node(), is_backward.count(False)
     results = list(end.args[0])
-    graph.erase_node(end)
-    count = is_backward.count(False)
-    grads = _append(graph, backward, [*inputs, *results[count:]])
+    operands = [*forward.find_nodes(op="placeholder"), *results[count:]]
+    forward.erase_node(end)
+    inputs = backward.find_nodes(op="placeholder")
+    grads: Any = forward.graph_copy(backward, dict(zip(inputs, operands, strict=True)))
     of = iter(results[:count]), iter(grads)
-    graph.output([next(of[is_late]) for is_late in is_backward])
-    return graph
-
-
-def _append(
-    graph: fx.Graph, backward: fx.Graph, inputs: Sequence[fx.Node]
-) -> list[Any]:
-    """Append tagged copies of a backward's calls; return its results. ``inputs``: the
-    nodes of ``graph`` for the backward's placeholders."""
-    copies = dict(zip(backward.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in backward.nodes:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta["partitioner_tag"] = "is_backward"
-    results = backward.output_node().args[0]
-    return [copies[r] if isinstance(r, fx.Node) else r for r in results]
+    forward.output([next(of[is_late]) for is_late in is_backward])
+    return forward
 
 
 class Orders:

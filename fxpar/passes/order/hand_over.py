@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from fxpar._torch.objects import define_op
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 
 aten = torch.ops.aten
@@ -29,15 +30,10 @@ FIRST, CHUNK = 1 << 18, 1 << 21
 # Declared to write to its operands, so that compilers do not move it.
 # For each gradient, ``inputs`` has the position of its parameter among the arguments,
 # ``holders`` how many tensors of the graph share its memory; 0: others may read it.
-torch.library.define(
-    "fxpar::hand_over",
-    "(Tensor(a!)[] gradients, int[] inputs, int[] holders) -> ()",
+define_op(
+    "fxpar::hand_over(Tensor(a!)[] gradients, int[] inputs, int[] holders) -> ()",
+    lambda *_: None,
 )
-
-
-@torch.library.register_fake("fxpar::hand_over")
-def _(gradients, inputs, holders):
-    return None
 
 
 def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:

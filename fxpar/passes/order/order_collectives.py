@@ -38,7 +38,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import Builder, custom_of, region_of
-from fxpar.graph.custom_ops import register_lowering
+from fxpar.graph.custom_ops import register_lowerings
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import join_buckets
 from fxpar.passes.order.delay_work import delay, is_pure
@@ -49,7 +49,10 @@ from fxpar.passes.order.joinable_collectives import (
 )
 from fxpar.passes.order.sink_waits import (
     WAIT,
+    hoist,
     is_chunk,
+    is_write,
+    needed,
     sink,
     sink_waits,
 )
@@ -57,8 +60,8 @@ from fxpar.passes.simulate.launches import KINDS
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
 from fxpar.sharding.cost.recompute import computed_again
-from fxpar.sharding.op_facts import is_draw, is_random, op_facts_of
-from fxpar.sharding.program import PHASE, ancestors, descendants, phase_of
+from fxpar.sharding.op_facts import is_draw, is_random
+from fxpar.sharding.program import PHASE, descendants, phase_of
 
 ours = torch.ops.fxpar
 
@@ -184,9 +187,7 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
-            for node_needed in needed(node):
-                if at < node_needed:
-                    at.prepend(node_needed)
+            hoist(node, at)
 
 
 def gathers_started(graph: fx.Graph) -> int:
@@ -216,14 +217,12 @@ def gather_before_messages(graph: fx.Graph) -> None:
     a gather."""
     messages = _messages(graph)
     for gather in _gathers_of_stages(graph):
-        for node in needed(gather):
-            if messages[0] < node:
-                messages[0].prepend(node)
+        hoist(gather, messages[0])
 
 
 def _messages(graph: fx.Graph) -> list[fx.Node]:
     """Return the messages between stages, in order."""
-    return _torch.objects.calls_where(graph, MESSAGES.__contains__)
+    return calls_where(graph, MESSAGES.__contains__)
 
 
 def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
@@ -278,7 +277,7 @@ def give_outputs(graph: fx.Graph, build: Builder) -> None:
         value = node.meta["val"]
         if value.device.type != "cpu" or value.is_complex():
             continue
-        register_lowering()
+        register_lowerings()
         with graph.inserting_before(node):
             target = ours.all_gather_into_tensor.default
             gather = graph.call_function(target, node.args)
@@ -297,7 +296,7 @@ def recompute_in_step(graph: fx.Graph) -> None:
     later = {node for node in calls if phase_of(node) in ("backward", "update")}
     if not later:
         return
-    writes = set(calls_where(graph, lambda target: op_facts_of(target).mutates))
+    writes = set(calls_where(graph, is_write))
     late: dict[fx.Node, None] = {}  # with nodes that passes added, without a phase
     for node in calls:
         if node in writes:
@@ -351,8 +350,7 @@ def _copy_operands(
         for node in sorted(missing):
             operands = {n: copies.get(n, n) for n in node.all_input_nodes}
             copies[node] = copy = graph.node_copy(node, operands.__getitem__)
-            custom = node.meta.get("custom") or {}
-            copy.meta["custom"] = {**custom, PHASE: "backward"}
+            copy.meta["custom"] = custom_of(node) | {PHASE: "backward"}
 
 
 # Bytes that may be held for longer, in all.
@@ -363,7 +361,7 @@ def start_first(graph: fx.Graph) -> None:
     """Move collectives of small values that light ops compute from graph inputs, with
     these ops, before all other work, in their order."""
     collectives = calls_where(graph, lambda target: KINDS.get(target) in _STARTED)
-    if not collectives or _has_messages(graph):
+    if not collectives or _messages(graph):
         return
     placed_by_prefetch = from_inputs(graph, through={*KINDS, WAIT})
     sources = _light_sources(graph)
@@ -391,7 +389,7 @@ def wait_last(graph: fx.Graph) -> None:
     """Move waits, and light ops after them, that lead only to outputs of one element,
     to the end."""
     results = graph.output_node().all_input_nodes
-    if _has_messages(graph) or not any(map(_is_one, results)):
+    if _messages(graph) or not any(map(_is_one, results)):
         return
     waited = descendants(graph.find_nodes(op="call_function", target=WAIT))
     last: set[fx.Node] = set()
@@ -407,21 +405,11 @@ def wait_last(graph: fx.Graph) -> None:
     sink(graph, last)
 
 
-def needed(node: fx.Node) -> list[fx.Node]:
-    """Return ``node`` and the nodes it is computed from, without placeholders, in
-    order."""
-    return sorted(n for n in ancestors([node]) if n.op != "placeholder")
-
-
 # Kinds of collectives that may start first.
 _STARTED = ("all_gather", "reduce_scatter", "all_reduce")
 
 # Kinds of nodes that need no work.
 _INPUTS = ("placeholder", "get_attr")
-
-
-def _has_messages(graph: fx.Graph) -> bool:
-    return bool(calls_where(graph, MESSAGES.__contains__))
 
 
 def _can_start(node: fx.Node) -> bool:
@@ -463,16 +451,12 @@ def _light_sources(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes computed from graph inputs by light ops, before any write."""
     light = set[fx.Node]()
     for node in graph.nodes:
-        if node.op == "call_function" and _is_write(node.target):
+        if node.op == "call_function" and is_write(node.target):
             break
         is_light = node.op in _INPUTS or _is_light_work(node)
         if is_light and light.issuperset(node.all_input_nodes):
             light.add(node)
     return light
-
-
-def _is_write(target: Any) -> bool:
-    return target is not WAIT and op_facts_of(target).mutates
 
 
 Run = Callable[[fx.Graph, Any], fx.Graph | None]

@@ -32,7 +32,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
-from fxpar.graph.builder import PROVENANCE
+from fxpar.graph.builder import PROVENANCE, part_of
 from fxpar.layers import (
     RepeatedOps,
     first_border,
@@ -83,7 +83,8 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
             continue
         if all(map(_is_update, equal_segments)):
             continue
-        name = _free_name(root)
+        names = (f"layer{i}" for i in count())
+        name = next(name for name in names if not hasattr(root, name))
         root.add_module(name, _body(first))
         for segment in equal_segments:
             _call(graph, segment, name)
@@ -108,21 +109,8 @@ def _has_only_tensors(segment: LayerSegment) -> bool:
     return tensors and bool(segment.results)
 
 
-def _free_name(root: torch.nn.Module) -> str:
-    names = (f"layer{i}" for i in count())
-    return next(name for name in names if not hasattr(root, name))
-
-
 def _body(segment: LayerSegment) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate(_operands_of(segment.nodes)):
-        copies[node] = graph.placeholder(f"operand{i}")
-        copies[node].meta["val"] = node.meta["val"]
-    for node in segment.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    graph.output(tuple(copies[node] for node in segment.results))
+    graph = part_of(_operands_of(segment.nodes), segment.nodes, segment.results)
     graph.eliminate_dead_code()
     _torch.inductor.keep_strides(graph)
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -156,7 +144,6 @@ def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
             reads = {n: outside(n) for n in node.all_input_nodes}
             with graph.inserting_after(place):
                 place = results[node] = graph.node_copy(node, reads.__getitem__)
-            place.meta = dict(node.meta)
         return results[node]
 
     for node in segment.nodes:

@@ -18,6 +18,7 @@ from fxpar import _torch
 from fxpar.passes.simulate.launches import WAITS
 from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.program import ancestors
 
 aten = torch.ops.aten
 
@@ -58,16 +59,30 @@ def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
             first[reader] = node
 
 
+def needed(node: fx.Node) -> list[fx.Node]:
+    """Return ``node`` and the nodes it is computed from, without placeholders, in
+    order."""
+    return sorted(n for n in ancestors([node]) if n.op != "placeholder")
+
+
+def hoist(node: fx.Node, before: fx.Node) -> None:
+    """Move ``node``, with the nodes it is computed from, before another node."""
+    for each in needed(node):
+        if before < each:
+            before.prepend(each)
+
+
 def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes that write to a memory, by the node that allocates it."""
     out: dict[fx.Node, list[fx.Node]] = {}
-    for node in _torch.objects.calls_where(graph, _is_write):
+    for node in _torch.objects.calls_where(graph, is_write):
         for read in node.all_input_nodes:
             out.setdefault(viewed(read), []).append(node)
     return out
 
 
-def _is_write(target: Any) -> bool:
+def is_write(target: Any) -> bool:
+    """Return whether an op writes to its operands, and is no wait."""
     return op_facts_of(target).mutates and target not in WAITS
 
 

@@ -272,7 +272,7 @@ def open_program(
 
     ``units``: by name, the divisor of a size. Raises OpenSizesRefused.
     """
-    mode = _torch.symbols.open_mode()
+    mode = _torch.fake.new_fake_mode(symbols=True)
     values = [example_of(node) for node in placeholders(gm)]
     every = open_sizes(gm, inputs)
     size_values: dict[str, Any] = {size.name: size.of(args) for size in every}

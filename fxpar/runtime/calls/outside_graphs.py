@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar import _torch
@@ -282,7 +283,8 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if all(p.grad is None for p in trained):
         return
     _STEPPED.add(optimizer)
-    left = {id(p) for ddp in _torch.objects.live_ddp() for p in ddp.parameters()}
+    wrappers = _torch.objects.live(DistributedDataParallel)
+    left = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
     own = [
         f"number {i} {list(p.shape)}"
         for i, p in enumerate(trained)
@@ -324,7 +326,8 @@ def _leave_to_ddp(watched: _CompiledCallable) -> None:
     wrappers = [] if around is None else [around]
     if watched.ranks is not None and not watched.with_buffers:
         roots = watched.modules().values()
-        wrappers += [m for r in roots for m in r.modules() if _torch.dynamo.is_ddp(m)]
+        inside = (m for root in roots for m in root.modules())
+        wrappers += [m for m in inside if isinstance(m, DistributedDataParallel)]
     for wrapper in wrappers:
         if wrapper not in _DDP:
             _DDP.add(wrapper)
@@ -404,7 +407,7 @@ def _meet_frame(
             _tell_home(value, local=watched.local)
     if error is None:
         return
-    why, where = _torch.one_graph.why_not_one_graph(error) or (
+    why, where = _torch.dynamo.why_not_one_graph(error) or (
         str(error).split("\n")[0],
         None,
     )

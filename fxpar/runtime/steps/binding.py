@@ -13,27 +13,26 @@ numbers come from rank 0. Never: changes to the local graph, or communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.graph import (
-    custom_ops,
-    size_nodes,
-)
-from fxpar.graph.builder import Builder, is_uneven, value_of
-from fxpar.graph.graph_bodies import all_nodes, body_of, bound_body
+from fxpar._torch.objects import calls_where
+from fxpar.graph import custom_ops, size_nodes
+from fxpar.graph.builder import Builder, custom_of, is_uneven, value_of
+from fxpar.graph.graph_bodies import body_of, bound_body, is_of_a_rank
 from fxpar.passes import own_shard
 from fxpar.passes.decompose import op_by_op
 from fxpar.passes.moved_rows import bound_exchange
+from fxpar.passes.normalize.random import BY_INDEX
 from fxpar.passes.order.joinable_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_facts import is_draw
 from fxpar.sharding.row_moves import Exchange
 
 GroupOf = Callable[[tuple[str, ...]], str]
@@ -51,9 +50,10 @@ _PAD = _ATEN.constant_pad_nd.default
 _PERMUTE = torch.ops.fxpar.permute.default
 _RESOLVED = _ATEN.resolve_conj.default
 _MOVE_ROWS = torch.ops.fxpar.move_rows.default
-_EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE, _MOVE_ROWS}
+_WAIT, _EXCHANGE = _C10D.wait_tensor.default, _C10D.all_to_all_single.default
 _REDUCES = {_C10D.all_reduce.default, _C10D.reduce_scatter_tensor.default}
-_SENDS = {*_EXCHANGES, *_REDUCES, _C10D.all_gather_into_tensor.default}
+_BROADCAST, _GATHER = _C10D.broadcast.default, _C10D.all_gather_into_tensor.default
+_SENDS = {_EXCHANGE, *_REDUCES, _GATHER, _BROADCAST}
 # Neither NCCL nor gloo sends these dtypes. Sums and products wrap around identically
 # once they are cut off to the narrow dtype again.
 _WIDER = {
@@ -101,35 +101,11 @@ def bind(
             bound[node] = node.target(*args)
             rank_dependent.update([node] if depends_on_rank else [])
             continue
-        wire_dtype = _sent_as(node, inductor)
-        if wire_dtype is not None and node.target is _C10D.wait_tensor.default:
+        if node.target in (_MOVE_ROWS, _PERMUTE):
+            exchange = _move_rows if node.target is _MOVE_ROWS else _permute
             with build.at(node):
-                bound[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
-            continue
-        if node.target is _MOVE_ROWS:
-            with build.at(node):
-                bound[node] = _move_rows(build, mesh, rank, wire_dtype, *args)
+                bound[node] = exchange(build, mesh, rank, node, *args)
             bound[node].meta[OF_RANK] = True
-            continue
-        if wire_dtype is not None:
-            with build.at(node):
-                sent = _convert(build, args[0], wire_dtype, _order_of(node))
-                args = (sent, *args[1:])
-        if node.target is _PERMUTE:
-            with build.at(node):
-                permuted = _permute(build, mesh, rank, node, *args)
-                bound[node] = (
-                    _convert(build, permuted, node.meta["val"].dtype)
-                    if wire_dtype
-                    else permuted
-                )
-            permuted.meta[OF_RANK] = True
-            continue
-        if wire_dtype is not None:
-            with build.at(node):
-                bound[node] = build.call(node.target, *args)
-            if uneven:
-                _note_largest(bound[node], node)
             continue
         late_op = _bound_late(build, node, args, kwargs) if at_run_time else None
         if late_op is not None:
@@ -152,8 +128,7 @@ def bind(
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
-            places = (n.target in rank_ints.PLACES for n in all_nodes(body.graph))
-            copy.meta[OF_RANK] = any(places)
+            copy.meta[OF_RANK] = is_of_a_rank(body)
         bound[node] = copy
         if _is_draw(node):
             with build.at(node):
@@ -164,6 +139,7 @@ def bind(
                     moved = torch.ops.fxpar.moved_seeds.default
                     bound[node] = build.call(moved, bound[node], offset)
                     bound[node].meta[OF_RANK] = True
+    _convert_sent(build, inductor)
     if inductor:
         unroll_scans(rank_graph, mesh, fake_mode)
         uncount_steps(rank_graph, fake_mode)
@@ -175,8 +151,7 @@ def _note_largest(copy: fx.Node, node: fx.Node) -> None:
     """Note how many bytes a collective has on the largest rank, by which buckets are
     filled, so that they are equal on all ranks."""
     if node.target in _SENDS:
-        custom = (node.meta.get("custom") or {}) | {LARGEST: whole_bytes(node)}
-        copy.meta["custom"] = custom
+        copy.meta["custom"] = custom_of(node) | {LARGEST: whole_bytes(node)}
 
 
 def is_of_all(bound: fx.Graph) -> bool:
@@ -205,39 +180,46 @@ def _with_group(args: Any, group_of: GroupOf) -> Any:
     )
 
 
-def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
-    """Return the dtype in which a collective sends its operand, None if in its own.
+def _convert_sent(build: Builder, inductor: bool) -> None:
+    """Send operands that a backend does not take in a dtype that it takes, and convert
+    the results back. Values are converted, not their bits: kernels may load narrow
+    floats as wider ones."""
+    for launch in calls_where(build.graph, _SENDS.__contains__):
+        dtype = _sent_as(launch, inductor)
+        if dtype is None:
+            continue
+        with build.before(launch):
+            sent = _convert(build, launch.args[0], dtype, _order_of(launch))
+            start = build.call(launch.target, sent, *launch.args[1:], **launch.kwargs)
+        start.meta[OF_RANK] = launch.meta.get(OF_RANK, False)
+        for wait in [user for user in launch.users if user.target is _WAIT]:
+            with build.before(wait):
+                result = build.wait(start)
+                result = _convert(build, result, wait.meta["val"].dtype)
+            build.replace(wait, result)
+        build.graph.erase_node(launch)
 
-    A wait gets the dtype of its collective; it converts the result back. Values are
-    converted, not their bits: kernels may load narrow floats as wider ones.
-    """
-    launch = node.args[0] if node.target is _C10D.wait_tensor.default else node
-    if launch.target not in _SENDS:
-        return None
+
+def _sent_as(launch: fx.Node, inductor: bool) -> torch.dtype | None:
+    """Return the dtype in which a collective sends its operand, None if in its own."""
     value = launch.args[0].meta["val"]
-    dtype = value.dtype
-    if dtype is torch.bool and launch.target is _C10D.all_gather_into_tensor.default:
+    dtype, on_gloo = value.dtype, value.device.type == "cpu"
+    if dtype is torch.bool and launch.target is _GATHER:
         # Inductor (2.13) takes the group size for an operand that promotes to int64.
         return torch.uint8 if inductor else None
-    if dtype.is_complex and launch.target in _EXCHANGES:
-        return _REAL_OF[dtype] if value.device.type == "cpu" else None
+    if dtype.is_complex and launch.target is _EXCHANGE:
+        return _REAL_OF[dtype] if on_gloo else None
     if dtype.is_floating_point and _order_of(launch):
         return _KEYS.get(dtype, torch.int32)
-    wider = _WIDER.get(dtype)
-    return wider if wider is not None else _on_gloo(value)
+    if dtype.is_floating_point and dtype.itemsize == 1 and on_gloo:
+        return torch.float16  # NCCL moves them as bytes, gloo not at all
+    return _WIDER.get(dtype)
 
 
 def _order_of(launch: fx.Node) -> str:
     """Return "max" or "min" if a collective chooses it among its operands, else ""."""
     kind = launch.args[1] if launch.target in _REDUCES else ""
     return kind if kind in ("max", "min") else ""
-
-
-def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which gloo sends narrow floats, None for other values: NCCL
-    moves them as bytes, gloo not at all."""
-    narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
-    return torch.float16 if narrow and value.device.type == "cpu" else None
 
 
 def _convert(
@@ -316,33 +298,20 @@ def _permute(
     n = flat.meta["val"].shape[0]
     receive = [n if i == sources[me] else 0 for i in range(len(members))]
     send = [n if source == me else 0 for source in sources]
-    received = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
-    return build.call(_ATEN.view.default, build.wait(received), shape)
+    received = build.wait(build.call(_EXCHANGE, flat, receive, send, group))
+    return build.call(_ATEN.view.default, received, shape)
 
 
 def _move_rows(
-    build: Builder,
-    mesh: Mesh,
-    rank: int,
-    wire_dtype: torch.dtype | None,
-    x: fx.Node,
-    _dim: int,
-    _rows: int,
-    text: str,
-    _mesh: str,
-    group: str,
+    build: Builder, mesh: Mesh, rank: int, node: fx.Node, x: fx.Node, *args: Any
 ) -> fx.Node:
     """Add the exchange of rows by an all-to-all of pieces of different sizes."""
+    _, _, text, _, group = args
 
     def send(rows: fx.Node, gets: list[int], gives: list[int]) -> fx.Node:
-        dtype = rows.meta["val"].dtype
-        rows = rows if wire_dtype is None else _convert(build, rows, wire_dtype)
-        op = _C10D.all_to_all_single.default
-        arrived = build.wait(build.call(op, rows, gets, gives, group))
-        return arrived if wire_dtype is None else _convert(build, arrived, dtype)
+        return build.wait(build.call(_EXCHANGE, rows, gets, gives, group))
 
-    exchange = Exchange.parse(text)
-    return bound_exchange(build, x, exchange, mesh, rank, send)
+    return bound_exchange(build, x, Exchange.parse(text), mesh, rank, send)
 
 
 def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
@@ -353,18 +322,14 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
     by global index alone.
     """
     target, value = node.target, node.meta.get("val")
-    if target is torch.ops.fxpar.seeds.default:
-        return _torch.inductor.inductor_prim("seeds"), args
+    prim, ours = _torch.inductor.inductor_prim, torch.ops.fxpar
+    if target is ours.seeds.default:
+        return prim("seeds"), args
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return target, args
-    if target is torch.ops.fxpar.random.default:
-        size, seed, mode, whole, _ = args
-        if list(size) == list(whole):
-            return _torch.inductor.inductor_prim("random"), (size, seed, mode)
-    elif target is torch.ops.fxpar.randint.default:
-        low, high, size, seed, whole, _ = args
-        if list(size) == list(whole):
-            return _torch.inductor.inductor_prim("randint"), (low, high, size, seed)
+    for name, (count, at) in BY_INDEX.items():
+        if target is getattr(ours, name).default and list(args[at]) == [*args[count]]:
+            return prim(name), args[:count]
     return target, args
 
 
@@ -373,18 +338,7 @@ def _is_draw(node: fx.Node) -> bool:
     depend on what was drawn before them, which every rank draws whole."""
     if node.target is torch.ops.fxpar.seeds.default:
         return True
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and _is_random_aten(node.target)
-
-
-@cache
-def _is_random_aten(target: Any) -> bool:
-    """Return whether an op of ATen draws random numbers."""
-    return (
-        isinstance(target, _torch.inductor.OpOverload)
-        and target.namespace == "aten"
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return getattr(node.target, "namespace", "") == "aten" and is_draw(node)
 
 
 def _of_first_rank(
@@ -396,9 +350,5 @@ def _of_first_rank(
     axes = tuple(axis for axis in mesh.names if axis not in manual)
     if mesh.count(axes) == 1:
         return draw
-    group = group_of(axes)
-    dtype = draw.meta["val"].dtype
-    wire_dtype = _WIDER.get(dtype)
-    x = draw if wire_dtype is None else _convert(build, draw, wire_dtype)
-    broadcast = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
-    return broadcast if wire_dtype is None else _convert(build, broadcast, dtype)
+    launch = build.call(_BROADCAST, draw, 0, group_of(axes))
+    return build.wait(launch)

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import define_op
 from fxpar.errors import PlanError, RankMismatchError, ScheduleError
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
@@ -31,7 +32,6 @@ from fxpar.fusion.kernels.region_op import facts_of, provider_of
 from fxpar.fusion.kernels.run_kernels import device_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
-from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.passes import localize as local_graphs
@@ -90,13 +90,9 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
             return graph
         hardware = request.hardware.at_speed(mesh.slowest)
         keep = not request.options.reshard_after_forward
-        if state.open:
-            hinted = size_nodes.at_hints(graph, state.fake_mode)
-            chosen = choose_or_warn(
-                hinted, mesh, hardware, lines=False, keep_gathered=keep
-            )
-        else:
-            chosen = choose_or_warn(graph, mesh, hardware, keep_gathered=keep)
+        chosen = choose_or_warn(
+            state.at_hints, mesh, hardware, lines=not state.open, keep_gathered=keep
+        )
         if chosen is None:
             return graph
         state.schedule, state.near_misses = chosen.schedule, chosen.near_misses
@@ -200,7 +196,8 @@ def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> Group
     """Return the facts of a process group by which implementations of kernels are
     chosen. On CPU, where there are no such kernels, they are as if ranks shared
     memory."""
-    bandwidth, ranks = bandwidth_of(mesh, group), _torch.distributed.group_size(group)
+    bandwidth = bandwidth_of(mesh, group)
+    ranks = _torch.distributed.group_named(group).size()
     if device.type != "cuda" or not kernels:
         return GroupFacts(ranks, kernels, True, bandwidth)
     provider = provider_of(group, device)
@@ -209,27 +206,16 @@ def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> Group
     return facts_of(provider, bandwidth)
 
 
-# Compilers take ``first`` for written to, so that they leave the op before its readers.
-torch.library.define(
-    "fxpar::compare_places",
-    "(Tensor(a!) first, str launches, str what, str mesh, str manual) -> ()",
-)
-
-
-@torch.library.register_fake("fxpar::compare_places")
-def _(first, launches, what, mesh, manual):
-    return None
-
-
-@torch.library.impl("fxpar::compare_places", "CompositeExplicitAutograd")
-def _(first, launches, what, mesh, manual):
+def _compare(
+    first: torch.Tensor, launches: str, what: str, mesh: str, manual: str
+) -> None:
     with worlds.inside(None):
         words = meeting.meet("collectives between places", launches, what)
     if len(set(words)) == 1:
         return
-    mesh = Mesh.parse(mesh)
+    places = Mesh.parse(mesh)
     for rank, word in enumerate(words):
-        peer = mesh.group(rank, manual.split("+"))[0]
+        peer = places.group(rank, manual.split("+"))[0]
         if words[peer] != word:
             error = RankMismatchError(
                 f"in {what} rank {rank} gathers or reduces other parameters than rank "
@@ -238,6 +224,15 @@ def _(first, launches, what, mesh, manual):
                 "them whole (no fxpar.shard)",
             )
             raise meeting.as_reported(error)
+
+
+# Compilers take ``first`` for written to, so that they leave the op before its readers.
+define_op(
+    "fxpar::compare_places(Tensor(a!) first, str launches, str what, str mesh, "
+    "str manual) -> ()",
+    lambda *_: None,
+    _compare,
+)
 
 
 def compare_places(graph: fx.Graph, state: PhaseState) -> None:

@@ -20,6 +20,7 @@ from torch import fx
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.schedule_attempts import SimulatedRun
 from fxpar.graph.builder import Builder
+from fxpar.graph.size_nodes import at_hints
 from fxpar.passes.order.order_collectives import PhaseGraph
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime.ranks.groups import Ranks
@@ -117,6 +118,11 @@ class JointState(PipelineState):
         ):
             specs[node].append(self.decided.settled[value])
         return specs
+
+    @property
+    def at_hints(self) -> fx.Graph:
+        """Return the graph; open sizes are those it was traced with."""
+        return at_hints(self.graph, self.fake_mode) if self.open else self.graph
 
     @property
     def local(self) -> fx.Graph:

@@ -23,7 +23,6 @@ from fxpar.errors import (
     warn,
 )
 from fxpar.fusion.overlap_candidates import shapes_of
-from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
 from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
@@ -167,7 +166,7 @@ def _searchable(request: Request) -> Request:
 
 def _program(state: JointState) -> Program:
     """Return the program of the graph; open sizes are those it was traced with."""
-    program = read(_at_hints(state), state.request.as_planned)
+    program = read(state.at_hints, state.request.as_planned)
     if state.request.pipeline is not None:
         return split_evenly(program)
     chooses_verbs = _can_choose_schedule(state.request) and not state.open
@@ -262,7 +261,7 @@ def describe(graph: fx.Graph, state: JointState) -> None:
     step_seconds = state.step_seconds
     if state.recalled is not None and _is_searched(state.request):
         step_seconds = state.recalled.step_seconds
-    collectives, reshards = facts_of_step(_at_hints(state))
+    collectives, reshards = facts_of_step(state.at_hints)
     memory, notes = _memory(state)
     plan = plan_facts.describe(state.decided, collectives, reshards, memory, mesh)
     state.plan = replace(
@@ -279,13 +278,6 @@ def describe(graph: fx.Graph, state: JointState) -> None:
         # A plan that is followed brings the notes of the rank that searched.
         notes=tuple(dict.fromkeys((*plan.notes, *state.notes, *notes))),
     )
-
-
-def _at_hints(state: JointState) -> fx.Graph:
-    """Return the graph; open sizes are those it was traced with."""
-    if not state.open:
-        return state.graph
-    return size_nodes.at_hints(state.graph, state.fake_mode)
 
 
 def _room(request: Request) -> int | None:
@@ -309,7 +301,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         and is_same_program(state.graph, run.lowered)
     ):
         return by_kind(run.phases, signature, run.launches), ()
-    graphs = [_at_hints(state)]
+    graphs = [state.at_hints]
     if pipeline is not None:
         program_at = OF_STAGES["program_at"]
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]

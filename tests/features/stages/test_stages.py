@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -664,7 +665,8 @@ def test_a_stage_does_not_blame_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one stage gives to all fails at its own rank too when another has ended."""
     raised: list[Any] = []
     distributed = pipeline_ops._torch.distributed
-    monkeypatch.setattr(distributed, "place_in", lambda group: 1)
+    group = SimpleNamespace(rank=lambda: 1)
+    monkeypatch.setattr(distributed, "group_named", lambda name: group)
     monkeypatch.setattr(distributed, "start_broadcast", lambda *x: raised.append(x[-1]))
     pipeline_ops.share(torch.ones(2), None, 1, "g")
     text = str(raised[0](1, RuntimeError("closed by peer")))

@@ -537,7 +537,7 @@ def test_a_folder_beside_torchs_is_the_users() -> None:
     error.real_stack = traceback.StackSummary.from_list(
         [traceback.FrameSummary(*frame, line="x") for frame in frames]
     )
-    assert _torch.one_graph.why_not_one_graph(error) == ("no", f"{beside}:3: x")
+    assert _torch.dynamo.why_not_one_graph(error) == ("no", f"{beside}:3: x")
 
 
 class Repeated(nn.Module):

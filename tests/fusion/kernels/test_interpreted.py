@@ -137,9 +137,9 @@ def test_masks_are_equal_to_the_bit() -> None:
 
 
 STREAMS = {
-    "cpp": random._CPP,
-    "triton_1": random._triton(1),
-    "triton_4": random._triton(4),
+    "cpp": random._Stream(),
+    "triton_1": random._Triton(1),
+    "triton_4": random._Triton(4),
 }
 
 
