@@ -17,14 +17,18 @@ distinct ones, forward and backward; ``lowering``, ``triton``: CPU seconds of In
 up to the wrapper's text, and of compiling each kernel once in its ``configurations``;
 ``launches``, ``moved_mib``, ``peak_mib``: what a call of the wrappers does (``Walk``).
 More sides: ``flat`` is ``compile`` without calls of bodies; ``ddp`` what DDP lets
-Inductor compile, a graph for each bucket; ``fsdp2`` each layer by itself, as FSDP2 is
-used. Their collectives, and FSDP2's parameters, are left out: they are eager.
+Inductor compile, a graph for each bucket; ``fsdp2`` a model of ``fully_shard`` whose
+layers are compiled one by one: all by the code of the first. What is eager is left out:
+collectives, FSDP2's copies, and what is in no layer, as the head.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import functools
+import importlib
 import json
 import os
 import resource
@@ -153,7 +157,9 @@ def ahead(
     with FakeTensorMode():
         # Of fakes only those on the CPU draw their first values.
         model = cuda.on_cuda(llama(layers, scale=scale), torch.bfloat16)
-        ids = torch.empty(BATCH, LENGTH, dtype=torch.long, device="cuda:0")
+        # DDP and FSDP2 give each rank its rows, fxpar is given those of all.
+        batch = BATCH // size if side in ("ddp", "fsdp2") else BATCH
+        ids = torch.empty(batch, LENGTH, dtype=torch.long, device="cuda:0")
     with (
         cuda.generating() as made,
         # Nothing runs, so that no backward would be reached.
@@ -170,12 +176,13 @@ def ahead(
         begun = time.process_time()
         call()
     cpu = time.process_time() - begun
-    kernels = {text: name for each in made for text, name in each.kernels.items()}
+    kernels = {text for each in made for text in each.kernels}
     walks = [each.walk() for each in made]
+    # FSDP2 calls the graphs of one layer for each; elsewhere none is called twice.
+    times = max(1, max(each.calls for each in made))
     begun = time.process_time()
     with cuda.pretended():
-        each = kernels.items() if triton else ()
-        ways = sum(cuda.compile_kernel(name, text) for text, name in each)
+        ways = sum(cuda.compile_kernel(text) for text in kernels if triton)
     rows = [line.rsplit(None, 1) for line in stage_times.table().splitlines()]
     return {
         "side": side,
@@ -188,8 +195,8 @@ def ahead(
         "triton": time.process_time() - begun,
         "configurations": ways,
         "characters": sum(len(each.code) for each in made),
-        "launches": sum(walk.launches for walk in walks),
-        "moved_mib": sum(walk.moved for walk in walks) / 2**20,
+        "launches": times * sum(walk.launches for walk in walks),
+        "moved_mib": times * sum(walk.moved for walk in walks) / 2**20,
         "peak_mib": max(walk.peak for walk in walks) / 2**20,
     }
 
@@ -205,12 +212,47 @@ def peer(model: Any, ids: Any, side: str) -> Any:
         return compile_fx.compile_fx(gm, examples, inner_compile=inner)
 
     if side == "fsdp2":
-        for layer in model.model.layers:
-            layer.compile(backend=compiles, dynamic=False)
-        return lambda: model(input_ids=ids, labels=ids)
+        return fsdp2(model, ids, compiles)
     buckets = DDPOptimizer(25 << 20, compiles)
     program = torch.compile(model, backend=buckets.compile_fn, dynamic=False)
     return lambda: program(input_ids=ids, labels=ids)
+
+
+def fsdp2(model: Any, ids: Any, compiles: Any) -> Any:
+    """What calls the model with each layer compiled by itself, and its parameters
+    gathered before it by FSDP2. The rest is eager, on fakes."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # So that collectives take fakes.
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    mesh = init_device_mesh("cuda", (torch.distributed.get_world_size(),))
+    nothing = mock.MagicMock()
+    streams = {"Stream": nothing, "Event": nothing, "current_stream": nothing}
+    streams["stream"] = contextlib.nullcontext
+    patched = mock.patch.multiple(torch.cuda, **streams)
+    with ids.fake_mode:
+        for layer in model.model.layers:
+            layer.compile(backend=compiles, dynamic=False)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    def call() -> None:
+        with patched, ids.fake_mode:
+            model(input_ids=ids, labels=ids)
+
+    return call
+
+
+@functools.cache
+def preloaded() -> str:
+    """The file of ``autograd_library``, built once."""
+    from tests.helpers.pretended_cuda import autograd_library
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return str(autograd_library(Path(folder.name)))
 
 
 def run(
@@ -232,9 +274,7 @@ def run(
             "TRITON_CACHE_DIR": f"{cache}/triton",
         }
         if device == "cuda":
-            from tests.helpers.pretended_cuda import autograd_library
-
-            environment["LD_PRELOAD"] = str(autograd_library(Path(cache)))
+            environment["LD_PRELOAD"] = preloaded()
         out = os.path.join(cache, "figures.json")
         command = [sys.executable, __file__, "--worker", out, "--layers", str(layers)]
         command += ["--scale", scale, "--mesh", mesh, "--side", side]

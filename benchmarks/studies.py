@@ -255,6 +255,19 @@ def _of_keys(keys: str) -> Callable[[Any], Iterable[Row]]:
     return rows
 
 
+def _kernels_for_cuda(*files: Any) -> Iterable[Row]:
+    """Give the rows by side and layers; those of a later file are newer."""
+    rows = {(row["side"], row["layers"]): row for data in files for row in data["rows"]}
+    sides = list(dict.fromkeys(side for side, _ in rows))
+    for side, layers in sorted(rows, key=lambda key: (sides.index(key[0]), key[1])):
+        row = rows[side, layers]
+        triton = row["triton"] if row["configurations"] else "not asked"
+        yield (
+            *(side, layers, row["kernels"], row["lowering"], triton),
+            *(row["launches"], row["moved_mib"], row["peak_mib"]),
+        )
+
+
 def _contest(data: Any) -> Iterable[Row]:
     for row in data["rows"]:
         taken = f"{row['seconds']:.0f} / {row['allowed']}"
@@ -431,14 +444,17 @@ STUDIES = (
                 "Seconds of each stage on one rank of dp=2,tp=4, up to the C++ text.",
             ),
             Table(
-                ("layers_cuda.json",),
-                "side | layers | kernels | lowering, CPU s | launches | MiB moved "
-                "| MiB of peak",
-                _of_keys("side layers kernels lowering launches moved_mib peak_mib"),
-                "Inductor's code for an H100, forward and backward, without a GPU and "
-                "on a busy machine: in `compile` and `shard` layers are calls of one "
-                "body; `ddp` is what DDP lets Inductor compile, of the whole batch. "
-                "Nothing ran.",
+                ("layers_cuda.json", "layers_cuda_peers.json"),
+                "side | layers | kernels | lowering, CPU s | Triton, CPU s | launches "
+                "| MiB moved | MiB of peak",
+                _kernels_for_cuda,
+                "Inductor's code for an H100, forward and backward, of one rank of "
+                "four, without a GPU and on a busy machine. In `compile` and `shard` "
+                "layers are calls of one body. `ddp` is what DDP lets Inductor "
+                "compile, `fsdp2` a model of `fully_shard` whose layers are compiled "
+                "one by one: all use the code of the first. What is eager is not in "
+                "it: collectives, and of `fsdp2` copies of parameters, embedding, head "
+                "and loss; its peak is that of a layer. Nothing ran.",
             ),
             Table(
                 ("patches_cpu.json",),

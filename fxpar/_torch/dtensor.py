@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpar._torch.objects import every_object, memory_of, schema_of
+from fxpar._torch.objects import memory_of, schema_of, thawed
 from fxpar.errors import ShardError
 
 __all__ = ["Partial", "Replicate", "Shard"]
@@ -499,7 +500,9 @@ def live_users_of(memories: Collection[int]) -> list[torch.Tensor]:
     """Return all live tensors whose memory is one of ``memories``, numbers from
     ``objects.memory_of``; a DTensor counts by its local tensor."""
     users = []
-    for x in every_object():
+    with thawed():
+        every = gc.get_objects()
+    for x in every:
         kind = type(x)
         if issubclass(kind, DTensor) and not issubclass(kind, CopiedView):
             local = x._local_tensor

@@ -505,8 +505,9 @@ def has_changed_state(tx: Any, layer: nn.Module) -> bool:
         if isinstance(kind, ValueMutationExisting) and kind.is_modified:
             return True
         if is_object and isinstance(kind, AttributeMutationExisting):
-            is_changed: bool = x.is_base_vt_modified(effects)  # a dict, for example
-            if is_changed:
+            # A dict, for example; its content is a value itself from torch 2.15 on.
+            is_changed = getattr(x, "is_base_vt_modified", None)
+            if is_changed is not None and is_changed(effects):
                 return True
     return False
 

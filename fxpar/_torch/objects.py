@@ -6,8 +6,9 @@ In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,19 +153,25 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def every_object() -> list[Any]:
-    """Return all objects that the garbage collector tracks, frozen ones included."""
+@contextlib.contextmanager
+def thawed() -> Iterator[None]:
+    """Let the garbage collector list frozen objects inside as well."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
-    every = gc.get_objects()
+    yield
     if is_frozen:
         gc.freeze()
-    return every
 
 
 def live(kind: type) -> list[Any]:
-    """Return the objects of a class that there are."""
-    return [x for x in every_object() if issubclass(type(x), kind)]
+    """Return the objects of a class and its subclasses that there are: those that refer
+    to one of the classes, since a look at every object takes half a second of a process
+    that has imported much, and copies its memory in a fork."""
+    kinds = [kind]
+    for each in kinds:
+        kinds += each.__subclasses__()
+    with thawed():
+        return [x for x in gc.get_referrers(*kinds) if type(x) in kinds]
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:

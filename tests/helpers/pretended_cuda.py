@@ -133,12 +133,13 @@ class Generated:
     code: str
     seconds: float
     inputs: list[tuple[str, Any]]  # names and fakes
+    calls: int = 0
 
     @property
-    def kernels(self) -> dict[str, str]:
-        """Distinct kernels: text under one name, and the name."""
+    def kernels(self) -> set[str]:
+        """Texts of distinct kernels, each under the name ``kernel``."""
         found = _KERNEL.findall(self.code)
-        return {re.sub(rf"\b{name}\b", "kernel", text): name for name, text in found}
+        return {re.sub(rf"\b{name}\b", "kernel", text) for name, text in found}
 
     def walk(self) -> Walk:
         """What a call of the wrapper does. Inputs of which the caller has no copy, all
@@ -196,9 +197,11 @@ def generating() -> Iterator[list[Generated]]:
             inner(gm, *args, **how)
         except _Stop as stopped:
             code = stopped.args[0]
-        made.append(Generated(code, time.process_time() - begun, inputs))
+        graph = Generated(code, time.process_time() - begun, inputs)
+        made.append(graph)
 
         def give(args: list[Any]) -> list[Any]:
+            graph.calls += 1
             mode = next(x.fake_mode for x in args if isinstance(x, FakeTensor))
             args.clear()
             with mode:
@@ -280,11 +283,12 @@ def pretended() -> Iterator[None]:
         yield
 
 
-def compile_kernel(name: str, text: str) -> int:
-    """Compile a kernel for sm_90a, under ``pretended``; in how many configurations."""
+def compile_kernel(text: str) -> int:
+    """Compile one of ``kernels`` for sm_90a, under ``pretended``; in how many
+    configurations."""
     from torch._inductor.codecache import _load_triton_kernel_from_source
 
-    kernel = _load_triton_kernel_from_source(name, text)
+    kernel = _load_triton_kernel_from_source("kernel", text)
     kernel.precompile(warm_cache_only=True)
     return len(kernel.compile_results)
 

@@ -72,15 +72,29 @@ def test_layers_stay_flat_where_inductor_takes_no_calls(setting: str) -> None:
     assert outline_layers(module.graph) >= LAYERS - 1
 
 
+def compared(folder: Path, side: str, layers: tuple[int, int], *how: str) -> Any:
+    """Figures of a tiny Llama, with so many layers and with so many."""
+    command = [sys.executable, str(ROOT / "benchmarks/bench_layers.py")]
+    command += ["--device", "cuda", "--scale", "tiny", "--mesh", "dp=2,tp=2"]
+    command += ["--side", side, *how, "--json", str(folder / "figures.json")]
+    command += [word for depth in layers for word in ("--layers", str(depth))]
+    subprocess.run(command, check=True, timeout=600)
+    return json.loads((folder / "figures.json").read_text())["rows"]
+
+
 @pytest.mark.slow
 def test_a_llama_has_as_many_kernels_with_four_layers_as_with_eight(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/bench_layers.py")]
-    command += ["--device", "cuda", "--scale", "tiny", "--mesh", "dp=2,tp=2"]
-    command += ["--side", "compile", "--no-triton", "--layers", "4", "--layers", "8"]
-    command += ["--json", str(tmp_path / "figures.json")]
-    subprocess.run(command, check=True, timeout=600)
-    four, eight = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    four, eight = compared(tmp_path, "compile", (4, 8), "--no-triton")
     assert four["kernels"] == eight["kernels"]
     assert eight["characters"] < 1.5 * four["characters"]
+
+
+@pytest.mark.slow
+def test_fsdp2_compiles_one_layer_for_all(tmp_path: Path) -> None:
+    """The peer of the benchmark is what its users have, down to Triton's code."""
+    two, four = compared(tmp_path, "fsdp2", (2, 4))
+    assert two["graphs"] == four["graphs"] == 2
+    assert two["kernels"] == four["kernels"] <= four["configurations"]
+    assert four["launches"] == 2 * two["launches"]

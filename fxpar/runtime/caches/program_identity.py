@@ -145,7 +145,7 @@ def _is_read_as_number(node: fx.Node, gm: fx.GraphModule) -> bool:
     if not isinstance(value, torch.Tensor) or value.dim():
         return False
     backwards: dict[fx.Node, fx.GraphModule] = {}
-    readers = _readers_of_number(node, gm, backwards)
+    readers = _readers_of_number(node, backwards)
     items = [x for users in readers.values() for x in users]
     if not items:
         return False
@@ -177,7 +177,7 @@ _RUNS = {_torch.aot.CHECKPOINT: 1, _APPLY: 2}
 
 
 def _readers_of_number(
-    node: fx.Node, gm: fx.GraphModule, backwards: dict[fx.Node, fx.GraphModule]
+    node: fx.Node, backwards: dict[fx.Node, fx.GraphModule]
 ) -> dict[fx.Node, list[fx.Node]]:
     """Return the calls of ``item`` that read an input, by the placeholder they read:
     that input, and those that checkpointed regions and functions of autograd have for
@@ -185,26 +185,35 @@ def _readers_of_number(
     function, by the output of its forward."""
     readers: dict[fx.Node, list[fx.Node]] = {node: []}
     for user in node.users:
-        name = _torch.aot.higher_order_name(user.target)
         if user.op == "call_method" and user.target == "item":
             readers[node].append(user)
-        elif name in _RUNS:
-            body, *others = (
-                attribute_at(gm, str(x.target)) for x in user.args[: _RUNS[name]]
-            )
-            places, operands = placeholders(body), user.args[_RUNS[name] :]
-            if len(places) != len(operands):
-                return {}
-            backwards |= {body.graph.output_node(): other for other in others}
-            pairs = zip(places, operands, strict=True)
-            for inner in [place for place, x in pairs if x is node]:
-                further = _readers_of_number(inner, body, backwards)
+        elif (places := _places_in_body(node, user, backwards)) is not None:
+            for inner in places:
+                further = _readers_of_number(inner, backwards)
                 if inner.users and not further:
                     return {}
                 readers |= further if inner.users else {inner: []}
         else:
             return {}
     return readers
+
+
+def _places_in_body(
+    node: fx.Node, user: fx.Node, backwards: dict[fx.Node, fx.GraphModule]
+) -> list[fx.Node] | None:
+    """Return the placeholders for ``node`` in the body that ``user`` runs; None if it
+    runs none. ``backwards``: as of ``_readers_of_number``."""
+    count = _RUNS.get(_torch.aot.higher_order_name(user.target) or "")
+    if count is None:
+        return None
+    gm = user.graph.owning_module
+    body, *others = (attribute_at(gm, str(x.target)) for x in user.args[:count])
+    places, operands = placeholders(body), user.args[count:]
+    if len(places) != len(operands):
+        return None
+    backwards |= {body.graph.output_node(): other for other in others}
+    pairs = zip(places, operands, strict=True)
+    return [place for place, x in pairs if x is node]
 
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv}
@@ -220,7 +229,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def _takes_tensor(
     number: fx.Node,
-    backwards: Mapping[fx.Node, fx.GraphModule],
+    backwards: dict[fx.Node, fx.GraphModule],
     computing: dict[fx.Node, None],
 ) -> bool:
     """Return whether all readers of a number compute the same from a tensor of it;
@@ -239,6 +248,8 @@ def _takes_tensor(
             if not all(isinstance(example_of(x), torch.SymFloat) for x in numbers):
                 return False
             nodes = [user]
+        elif (places := _places_in_body(number, user, backwards)) is not None:
+            nodes = places  # torch 2.15 reads it before them
         elif not _is_alike(user, value):
             return False
         else:
