@@ -40,7 +40,6 @@ from fxpar.fusion.overlap_candidates import Window, dims_of, improved, shapes_of
 from fxpar.fusion.schedule import OF_PERMUTES, PROPOSALS, Schedule
 from fxpar.fusion.schedule_attempts import (
     LEAST,
-    LITTLE,
     Attempts,
     SimulatedRun,
     is_better,
@@ -425,7 +424,7 @@ def _by_phase(state: Attempts) -> None:
     waited for. More of them hold more memory: where parameters are gathered a share of
     the peak memory, but for a few bytes, counts as much as the same share of the
     seconds. Settings that give an order already tried are skipped."""
-    most, few = state.most_bytes(), state.now.peak_bytes + LITTLE
+    most, few = state.most_bytes(), state.now.peak_bytes + state.little()
     room = most - state.now.peak_bytes
     first, *rest = (int(share * room) for share in _AGAIN)
     changes: list[dict[str, int]] = [

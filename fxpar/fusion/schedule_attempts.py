@@ -31,8 +31,8 @@ LEAST = 1e-3
 _CLOSE = 1.25
 
 # The share by which buckets and gathers in flight may raise a step's peak memory, and
-# the bytes that they may always take.
-_ROOM, LITTLE = 0.1, 1 << 20
+# the share of a device's memory that they may always take: 1 MiB of 16 GiB.
+_ROOM, LITTLE = 0.1, 2**-14
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ class Attempts:
     def most_bytes(self) -> int:
         """Return the peak that another schedule may have."""
         peak = self.now.peak_bytes
-        return peak + max(int(_ROOM * peak), LITTLE)
+        return peak + max(int(_ROOM * peak), self.little())
+
+    def little(self) -> int:
+        """Return the bytes that another schedule may always take."""
+        return int(LITTLE * self.hardware.memory)
 
     def by_seconds(self) -> tuple[Schedule, ...]:
         """Return the simulated schedules but the one taken and those that need much

@@ -226,9 +226,11 @@ class Builder:
         self.graph.erase_node(node)
 
     def replace_as_it_is(self, node: fx.Node, replacement: fx.Node) -> None:
-        """Replace ``node`` if the replacement has the same strides, so that no reader
-        sees another memory layout; else the replacement is left as dead code."""
-        if replacement.meta["val"].stride() == node.meta["val"].stride():
+        """Replace ``node`` if the replacement has the same shape and strides, so that
+        no reader sees another memory layout; else the replacement is left as dead
+        code."""
+        new, old = replacement.meta["val"], node.meta["val"]
+        if (new.shape, new.stride()) == (old.shape, old.stride()):
             self.replace(node, replacement)
 
     def with_strides_of(self, node: fx.Node, x: fx.Node) -> fx.Node:

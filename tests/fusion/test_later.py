@@ -150,8 +150,7 @@ def test_gathers_of_a_small_model_go_together(
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     if not free:
-        for module in ("schedule_attempts", "choose_schedule"):
-            monkeypatch.setattr(f"fxpar.fusion.{module}.LITTLE", 0)
+        monkeypatch.setattr("fxpar.fusion.schedule_attempts.LITTLE", 0)
         monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
     hints = {"*.weight": ("dp", None), "*.bias": ("dp",)}
     none, auto = (planned(how, hints=hints) for how in ("none", "auto"))

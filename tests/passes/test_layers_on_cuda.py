@@ -83,12 +83,12 @@ def compared(folder: Path, side: str, layers: tuple[int, int], *how: str) -> Any
 
 
 @pytest.mark.slow
-def test_a_llama_has_as_many_kernels_with_four_layers_as_with_eight(
+def test_a_llama_has_as_many_kernels_with_eight_layers_as_with_sixteen(
     tmp_path: Path,
 ) -> None:
-    four, eight = compared(tmp_path, "compile", (4, 8), "--no-triton")
-    assert four["kernels"] == eight["kernels"]
-    assert eight["characters"] < 1.5 * four["characters"]
+    eight, sixteen = compared(tmp_path, "compile", (8, 16), "--no-triton")
+    assert sixteen["kernels"] < 1.1 * eight["kernels"]
+    assert sixteen["characters"] < 1.5 * eight["characters"]
 
 
 @pytest.mark.slow

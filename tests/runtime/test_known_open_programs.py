@@ -130,8 +130,11 @@ def test_a_refusal_that_is_known_is_led_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 would go on, and others wait for its plan."""
-    ranks = SimpleNamespace(folders=lambda: ["one", "one"])
-    monkeypatch.setattr(known_programs, "current", lambda: ranks)
+    store = SimpleNamespace(get=lambda key: b"one")
+    world = SimpleNamespace(
+        presence=SimpleNamespace(prefix=""), ranks=[0, 1], store=store
+    )
+    monkeypatch.setattr(known_programs, "current", lambda: world)
     program = known_programs.KnownProgram("key", "number")
     assert known_programs.is_led(program, [])
     refused = replace(program, refused="branches and loops")

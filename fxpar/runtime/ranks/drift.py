@@ -174,6 +174,8 @@ class Drift:
                 raise self._parts_error(args)
             differ, error = len(set(writes)) > 1, _gradient_error(gradients)
         if held:
+            if self.verify:
+                self._compare_rates(args)  # what they made differ comes after
             looks = self.verify or error is not None or (differ and self._may_look())
             if looks:
                 self.look(args)  # raises if a parameter is the cause
@@ -181,8 +183,6 @@ class Drift:
                 self._equal = self._now
         if error is not None:
             raise error
-        if held and self.verify:
-            self._compare_rates(args)
 
     def settle(self, args: Sequence[Any]) -> None:
         """Note that all ranks were just made to hold equal values."""
