@@ -34,11 +34,9 @@ def can_share_memory(x: torch.Tensor, group: str) -> bool:
     return _resolved(group).size() <= local == torch.distributed.get_world_size()
 
 
-def symmetric_ops() -> Any:
-    """Return PyTorch's fused ops on symmetric memory."""
-    import torch.distributed._symmetric_memory  # noqa: F401  (registers them)
-
-    return torch.ops.symm_mem
+def register_symmetric_ops() -> None:
+    """Register PyTorch's fused ops on symmetric memory, ``torch.ops.symm_mem``."""
+    import torch.distributed._symmetric_memory  # noqa: F401
 
 
 def _registry() -> Any:

@@ -309,7 +309,8 @@ def _gather_matmul(
     x: torch.Tensor, ws: list[torch.Tensor], dim: int, count: int, group: str
 ) -> list[torch.Tensor]:
     if _torch.distributed.can_share_memory(x, group):
-        fused = _torch.distributed.symmetric_ops().fused_all_gather_matmul
+        _torch.distributed.register_symmetric_ops()
+        fused = torch.ops.symm_mem.fused_all_gather_matmul
         whole, products = fused(x, ws, dim, group)
         return [y.contiguous() for y in (whole, *products)]
     rows = x.movedim(dim, 0).contiguous()
@@ -329,7 +330,8 @@ def _matmul_scatter(
     x: torch.Tensor, w: torch.Tensor, op: str, dim: int, count: int, group: str
 ) -> torch.Tensor:
     if _torch.distributed.can_share_memory(x, group):
-        fused = _torch.distributed.symmetric_ops().fused_matmul_reduce_scatter
+        _torch.distributed.register_symmetric_ops()
+        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         return fused(x, w, op, dim, group).contiguous()
     rows = (x @ w).movedim(dim, 0).contiguous()
     mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(rows, op, count, group))
