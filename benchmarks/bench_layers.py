@@ -71,7 +71,9 @@ def called(model: Any, ids: Any, side: str, options: dict[str, Any]) -> Any:
         step = fxpar.train_step(model, loss, optimizer, options=options)
         return lambda: step(ids)
     if side == "shard":
-        model = fxpar.shard(model, mesh=options["mesh"])
+        # Ranks that are not there cannot change a layout when they know the first graph.
+        sample = ((), {"input_ids": ids, "labels": ids})
+        model = fxpar.shard(model, mesh=options["mesh"], sample=sample)
     program = torch.compile(model, backend="fxpar", dynamic=False, options=options)
     return lambda: program(input_ids=ids, labels=ids)
 

@@ -189,10 +189,22 @@ def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0].new_empty(shape)
 
 
-# ``torch.cat`` and ``torch.clone``, which Inductor leaves to torch after
-# ``register_lowerings``.
+# ``torch.cat``, which Inductor leaves to torch after ``register_lowerings``.
 define_op("fxpar::join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
-define_op("fxpar::copied(Tensor x) -> Tensor", torch.clone, torch.clone)
+
+
+def _split_copied(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    # One kernel on a GPU; without ``out``, one for each part.
+    parts = [x.new_empty(len(x), size) for size in sizes]
+    torch.split_with_sizes_copy(x, sizes, 1, out=parts)
+    return parts
+
+
+define_op(
+    "fxpar::split_copied(Tensor x, int[] sizes) -> Tensor[]",
+    lambda x, sizes: [x.new_empty(len(x), size) for size in sizes],
+    _split_copied,
+)
 
 
 @torch.library.custom_op("fxpar::kept", mutates_args=())
@@ -296,7 +308,6 @@ def register_lowerings() -> None:
     added."""
     aten, ours, rules = torch.ops.aten, torch.ops.fxpar, _torch.inductor_lowerings
     rules.lower_as_call(ours.join.default, aten.cat.default)
-    rules.lower_as_call(ours.copied.default, aten.clone.default)
     rules.lower_as_copy(ours.kept.default)
     rules.lower_collective(
         ours.all_gather_into_tensor.default, ours.wait_gather.default

@@ -13,7 +13,6 @@ from fxpar.graph.builder import Builder
 from fxpar.passes.order.bucket_collectives import (
     LEAST,
     copy_into_buckets,
-    copy_out_of_buckets,
     copy_together,
     scale_buckets,
 )
@@ -93,38 +92,66 @@ def test_products_that_are_sent_are_copied_by_one_call(is_sent: bool) -> None:
     assert "aten.cat.default(" in code and "for(int64_t" not in code
 
 
-def layer(bucket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Read four parameters of a bucket that has a row of each of two ranks."""
-    places = ((0, 16), (16, 32), (48, 4), (52, 16))
-    first, second, scale, both = (bucket.narrow(1, *place) for place in places)
-    x = x @ first.reshape(4, 8) @ second.reshape(8, 8).t() * scale.reshape(8)
-    both = both.reshape(8, 4)
-    return x @ both + both.sum()
+def gathered(places: tuple[tuple[int, int], ...], ranks: int) -> fx.GraphModule:
+    """Read parameters at these places of a gathered bucket of 68 elements a rank."""
+    with FakeTensorMode() as mode:
+        graph, value = fx.Graph(), torch.empty(ranks, 68)
+    build, x = Builder(graph, mode), graph.placeholder("x")
+    x.meta["val"] = value
+    wait = build.call(c10d.wait_tensor.default, x)
+    parts = []
+    for begin, end in places:
+        piece = build.call(aten.slice.Tensor, wait, 1, begin, end)
+        parts.append(build.call(aten.reshape.default, piece, [4, -1]))
+    graph.output(tuple(build.call(aten.sin.default, part) for part in parts))
+    return fx.GraphModule({}, graph)
 
 
-def test_contractions_read_copies_by_torch() -> None:
-    xs = [torch.randn(2, 68), torch.randn(6, 4)]
-    module = make_fx(layer, tracing_mode="fake")(*xs)
-    graph, want = module.graph, module(*xs)
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
-    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
-        node.target = aten.reshape.default
-    before = run_and_get_code(torch.compile(fx.GraphModule(module, graph)), *xs)[1][0]
-    copy_out_of_buckets(graph)
-    copied = torch.ops.fxpar.copied.default
-    copies = graph.find_nodes(op="call_function", target=copied)
-    assert [list(node.meta["val"].shape) for node in copies] == [[2, 16], [2, 32]]
+@pytest.mark.parametrize(
+    ("places", "ranks", "is_split"),
+    [
+        (((0, 16), (16, 48), (48, 52), (52, 68)), 2, True),
+        (((48, 68), (0, 48)), 2, True),  # read in another order
+        (((0, 48), (48, 68)), 1, False),  # parts of one row need no copy
+        (((0, 48), (44, 68)), 2, False),  # the parts overlap
+        (((0, 48), (48, 64)), 2, False),  # nothing reads the rest
+        (((0, 68),), 2, False),
+    ],
+)
+def test_a_gathered_bucket_is_split_at_once(
+    places: tuple[tuple[int, int], ...], ranks: int, is_split: bool
+) -> None:
+    module = gathered(places, ranks)
+    x = torch.randn(ranks, 68)
+    wants = [x[:, a:b].reshape(4, -1).sin() for a, b in places]
+    copy_together(module.graph)
+    module.graph.lint()
+    split = torch.ops.fxpar.split_copied.default
+    assert len(module.graph.find_nodes(op="call_function", target=split)) == is_split
+    (wait,) = module.graph.find_nodes(
+        op="call_function", target=c10d.wait_tensor.default
+    )
+    wait.replace_all_uses_with(wait.args[0])
+    module.graph.erase_node(wait)
     module.recompile()
-    assert torch.equal(module(*xs), want)
-    torch._dynamo.reset()
-    value, (code,) = run_and_get_code(torch.compile(module), *xs)
-    torch.testing.assert_close(value, want)
-    assert code.count("aten.clone.default(") == 2
-    assert code.count("for(int64_t") < before.count("for(int64_t")
+    for value, want in zip(module(x), wants, strict=True):
+        assert torch.equal(value, want)
+    values, (code,) = run_and_get_code(torch.compile(module), x)
+    torch.testing.assert_close(values, tuple(wants))
+    assert ("split_copied" in code) == is_split
+
+
+def test_a_part_that_is_a_result_stays_a_view() -> None:
+    """The backward, which is compiled by itself, expects its strides."""
+    module = gathered(((0, 48), (48, 68)), 2)
+    output, (piece, _) = (
+        module.graph.output_node(),
+        module.graph.find_nodes(op="call_function", target=aten.slice.Tensor),
+    )
+    output.args = ((*output.args[0], piece),)
+    text = str(module.graph)
+    copy_together(module.graph)
+    assert str(module.graph) == text
 
 
 def reduced(divisors: tuple[int, ...], *, is_read: bool) -> fx.Graph:

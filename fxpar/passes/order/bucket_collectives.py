@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -156,16 +157,11 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
 
 def copy_together(graph: fx.Graph) -> None:
     """Let torch make the copies of buckets that Inductor has nothing to fuse with, in
-    place, in the graph that goes to Inductor and in the bodies that it calls: its code,
-    and the time to generate and to compile it, would grow with the parameters of a
-    model."""
+    place: its code, and the time to generate and to compile it, would grow with the
+    parameters of a model."""
     copy_into_buckets(graph)
     scale_buckets(graph)
-    owner = graph.owning_module
-    modules = owner.modules() if owner is not None else ()
-    bodies = [m.graph for m in modules if isinstance(m, fx.GraphModule)]
-    for each in dict.fromkeys([graph, *bodies]):
-        copy_out_of_buckets(each)
+    split_buckets(graph)
 
 
 # The least number of values in memory of a row that no collective sends: it may be
@@ -225,41 +221,31 @@ def scale_buckets(graph: fx.Graph) -> None:
 _SCALINGS = {aten.div.Scalar, aten.mul.Scalar}
 
 
-def copy_out_of_buckets(graph: fx.Graph) -> None:
-    """Let torch copy, on CPUs, what contractions read of a bucket with a row of each
-    rank, in place: Inductor generates a kernel for each."""
-    for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
-        source, on_cpu = node.args[0], node.meta["val"].device.type == "cpu"
-        if on_cpu and _is_part_of_bucket(source) and _is_only_contracted(node):
-            register_lowerings()
-            with graph.inserting_before(node):
-                copied = graph.call_function(torch.ops.fxpar.copied.default, (source,))
-            copied.meta = dict(source.meta)
-            copied.meta["val"] = torch.clone(source.meta["val"])
-            node.replace_input_with(source, copied)
-
-
-def _is_part_of_bucket(node: fx.Node) -> bool:
-    """Return whether a node is part of each row of a bucket in memory, as itself or as
-    the operand of a body."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        return False
-    if any(type(n) is not int for n in (*value.shape, *value.stride())):
-        return False
-    if value.is_contiguous():
-        return False
-    base = viewed(node)
-    is_in_memory = base.op == "placeholder" or op_facts_of(base.target).communicates
-    return is_in_memory and value.stride(1) == 1
-
-
-def _is_only_contracted(node: fx.Node) -> bool:
-    """Return whether only contractions read a value, or views of it."""
-    return bool(node.users) and all(
-        is_contraction(user.target) or (is_view(user) and _is_only_contracted(user))
-        for user in node.users
-    )
+def split_buckets(graph: fx.Graph) -> None:
+    """Let torch copy the parts of a bucket with a row of each rank at once, in place:
+    Inductor launches a kernel for each part, and compiles one for each place that a
+    part has in any bucket."""
+    results = graph.output_node().all_input_nodes
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        whole, pieces = wait.meta["val"], list(wait.users)
+        if whole.dim() != 2 or len(whole) == 1 or len(pieces) < 2:
+            continue
+        if any(x.target is not aten.slice.Tensor or len(x.args) != 4 for x in pieces):
+            continue
+        if not {*results}.isdisjoint(pieces) or any(x.args[1] != 1 for x in pieces):
+            continue
+        pieces.sort(key=lambda piece: piece.args[2])
+        edges = [0, *(piece.args[3] for piece in pieces)]
+        if edges != [*(piece.args[2] for piece in pieces), whole.shape[1]]:
+            continue
+        sizes = [end - begin for begin, end in pairwise(edges)]
+        split = torch.ops.fxpar.split_copied.default
+        with graph.inserting_after(wait):
+            parts = graph.call_function(split, (wait, sizes))
+        parts.meta = wait.meta | {"val": split(whole, sizes)}
+        for i, piece in enumerate(pieces):
+            piece.target, piece.args = operator.getitem, (parts, i)
+            piece.meta["val"] = parts.meta["val"][i]
 
 
 def _is_in_memory(part: fx.Node, *, is_sent: bool) -> bool:
