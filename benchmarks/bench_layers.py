@@ -71,7 +71,7 @@ def called(model: Any, ids: Any, side: str, options: dict[str, Any]) -> Any:
         step = fxpar.train_step(model, loss, optimizer, options=options)
         return lambda: step(ids)
     if side == "shard":
-        # Ranks that are not there cannot change a layout when they know the first graph.
+        # Ranks that are not there cannot change layouts at the first call.
         sample = ((), {"input_ids": ids, "labels": ids})
         model = fxpar.shard(model, mesh=options["mesh"], sample=sample)
     program = torch.compile(model, backend="fxpar", dynamic=False, options=options)

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.overrides import TorchFunctionMode
 
@@ -319,7 +320,11 @@ class TracedCall:
         any_grad = any(t.requires_grad for t in [*tensors, *state.values()])
 
         def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
-            fake_tensor = _torch.fake.as_fake(x, mode)
+            if isinstance(x, DTensor):  # the global value, as programs read it
+                how = {"dtype": x.dtype, "device": x.device}
+                fake_tensor = torch.empty_strided(x.shape, x.stride(), **how)
+            else:
+                fake_tensor = _torch.fake.as_fake(x, mode)
             differs = x.is_floating_point() or x.is_complex()
             return fake_tensor.requires_grad_(needs_grad and differs)
 
@@ -398,6 +403,11 @@ class TracedCall:
                     )
                 values.append(argument.detach())
             elif kind in ("parameter", "buffer"):
+                if isinstance(state[payload], DTensor):
+                    raise PlanError(
+                        f"no rank has all of parameter {self.program.names[payload]}",
+                        fix="run a plan of the model made before fxpar.shard",
+                    )
                 values.append(state[payload].detach())
             elif kind == "state" and payload == "token":
                 values.append(torch.empty_like(value, device="cpu"))

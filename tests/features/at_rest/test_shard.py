@@ -24,6 +24,7 @@ from fxpar.errors import (
     HintError,
     MeshError,
     OptionError,
+    PlanError,
     ShardError,
 )
 from fxpar.features.at_rest.shard import is_sharded
@@ -923,3 +924,18 @@ def wrong_option() -> None:
 def test_no_sync_and_options() -> None:
     refused(unsynced, ShardError, "no_sync needs", "fxpar.shard(model)", ranks=2)
     refused(wrong_option, OptionError, "param_dtype", "bfloat16")
+
+
+def planned_after_shard() -> None:
+    model = made().eval()
+    plans = [fxpar.plan(model, ids(), mesh="dp=2,tp=2", grad=True)]
+    model = fxpar.shard(model, mesh="dp=2,tp=2")
+    plans.append(fxpar.plan(model, ids(), mesh="dp=2,tp=2", grad=True))
+    assert plans[0].to_dict() == plans[1].to_dict()
+    with pytest.raises(PlanError, match="no rank has all of parameter"):
+        plans[1].simulate(ids())
+
+
+@multiprocess
+def test_a_sharded_model_is_planned_as_it_was_written() -> None:
+    everywhere(planned_after_shard)
