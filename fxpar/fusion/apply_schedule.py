@@ -213,7 +213,7 @@ def opened(
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Make a graph ready to run, in place: inline regions, lower steps to collectives,
     and wait for each where it is first read."""
-    fuse_nodes.inline(graph)
+    node_legality.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
 
