@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.fake import can_have_symbols
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.features import FEATURES
@@ -268,7 +269,7 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
         request=request,
         fake_mode=fake_mode,
         normalized=graph,
-        open=size_nodes.is_open(graph),
+        open=can_have_symbols(fake_mode) and size_nodes.is_open(graph),
     )
     show(state, "traced")
     run_steps(JOINT[: _place("plan") + 1], state)

@@ -53,7 +53,6 @@ from fxpar.graph.builder import (
 from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.lower import lower_graph, restrided
-from fxpar.passes.rank_sizes import resized
 from fxpar.sharding.body_rules import FORMS, Inside
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import Axes
@@ -64,7 +63,6 @@ from fxpar.sharding.ops import LOCAL, reads, row_of
 from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.plan_facts import cause
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.reshard.route import Reshard
 from fxpar.sharding.spec import Spec
@@ -182,7 +180,7 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: dict[fx.Node, Any] = {}
-        self.of_parameters = gathered_again(self.program)
+        self.of_parameters = self.program.gathered_again
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -347,7 +345,7 @@ def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
     """Return a fake tensor of the largest shard, with the dim order of ``value``."""
     if spec.is_whole:
         return value
-    return resized(value, spec.local_shape(mesh, value.shape), mode)
+    return _torch.fake.resized(value, spec.local_shape(mesh, value.shape), mode)
 
 
 def local_op(

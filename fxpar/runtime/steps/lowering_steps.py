@@ -158,8 +158,9 @@ def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
 
 def put_writes(graph: fx.Graph, state: RankState) -> None:
     """Turn the last results into writes to inputs, and keep values read after them."""
-    phase = "update" if state.request.step else None
-    writes_as_results.put(graph, state.writes, phase)
+    if state.writes:
+        phase = "update" if state.request.step else None
+        writes_as_results.put(graph, state.writes, phase)
     writes_as_results.keep_read(graph, state.copied)
 
 

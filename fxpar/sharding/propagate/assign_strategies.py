@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
-from fxpar.sharding.constant_values import constants_of
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import Work, seconds, work_alone
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.at_rest import can_rest_as_read, derived, resting
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price_of
 from fxpar.sharding.shift_messages import messages_of
@@ -35,13 +33,18 @@ _JOINT = 64
 
 
 def choose(
-    program: Program, state: State, mesh: Mesh, hardware: Hardware
+    program: Program,
+    state: State,
+    fed: Collection[int],
+    mesh: Mesh,
+    hardware: Hardware,
 ) -> list[Strategy]:
-    """Return a strategy per op; ``hardware``, and the links of ``mesh``, price ties."""
+    """Return a strategy per op; ``hardware``, and the links of ``mesh``, price ties.
+    ``fed``: inputs that are fed as they are read."""
     specs = [state.spec(v.index) for v in program.values]
-    weights = derived(program, resting(program))
+    weights = program.of_sharded
     # A value that is fed, or made, in the layout in which it is read needs no reshard.
-    open_ = constants_of(program) | can_rest_as_read(program, state)
+    open_ = program.constants.union(fed)
     cache: dict = {}
     out = []
     for op in program.ops:
