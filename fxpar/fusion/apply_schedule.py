@@ -49,7 +49,7 @@ from fxpar.fusion.verbs.send_recv import content, messages, with_tag
 from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import writes_as_results
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.writes_as_results import WRITE
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line

@@ -49,9 +49,9 @@ from fxpar.features.sequences.ring_attention import (
     RingAttention,
     form_of,
 )
+from fxpar.fusion.choose_schedule import Attempts
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.fusion.schedule_attempts import Attempts
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.verbs.ring import Ring, of_rank
 from fxpar.graph import collective_nodes
