@@ -329,10 +329,11 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
 
 def split_batch(graph: fx.Graph, state: JointState) -> None:
     """Keep a batch as a dim if its axes do not divide it or its sequence is split."""
-    if state.open:  # a plan may split open sizes only where the axes divide them
-        return
     mesh = state.request.mesh
     axes, along, unequal = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+    # A plan may split open sizes only where the axes divide them.
+    if state.open or not (axes or along):
+        return
     can_split = partial(shard_sizes.can_split, even=state.request.pipeline is not None)
 
     def splits(rows: int, next_size: int) -> bool:
