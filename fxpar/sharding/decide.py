@@ -25,8 +25,12 @@ from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Link, Mesh, axis_of
 from fxpar.sharding.program import Program, Signature, Value, user_line
 from fxpar.sharding.propagate import conventions
-from fxpar.sharding.propagate.as_read import fed_as_read, lie_as_read, make_as_read
-from fxpar.sharding.propagate.assign_strategies import choose
+from fxpar.sharding.propagate.assign_strategies import (
+    choose,
+    fed_as_read,
+    lie_as_read,
+    make_as_read,
+)
 from fxpar.sharding.propagate.at_rest import exchanged_notes, settle_at_rest
 from fxpar.sharding.propagate.gather_early import (
     gather_before_growth,
