@@ -62,7 +62,7 @@ from fxpar.sharding.op_table import look_up, tensors_of
 from fxpar.sharding.ops import LOCAL, reads, row_of
 from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.plan_facts import cause
-from fxpar.sharding.program import Op, Program
+from fxpar.sharding.program import Op, Program, tensors_among
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.reshard.route import Reshard
 from fxpar.sharding.spec import Spec
@@ -279,7 +279,7 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     if call.rule.empty != "fill" or not any(empty):
         return _local_form(call, args, kwargs)
     filled_call = replace(call, least=1)
-    reads = _operands(args, kwargs)
+    reads = tensors_among((args, kwargs))
     filled = {}
     for i, (x, dims) in enumerate(zip(reads, empty[:n], strict=True)):
         pairs = zip(filled_call.operand_shape(i), call.operand_shape(i), strict=True)
@@ -311,24 +311,11 @@ def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node
     return x
 
 
-def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
-    """Return the tensors that a call reads, in order."""
-    out: list[fx.Node] = []
-
-    def add(node: fx.Node) -> fx.Node:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            out.append(node)
-        return node
-
-    fx.node.map_arg((args, kwargs), add)
-    return out
-
-
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = look_up(LOCAL, target)
     if call.rule.moves and reads.is_exchange(call):
-        return reads.moved(call, _operands(args, kwargs))
+        return reads.moved(call, tensors_among((args, kwargs)))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)

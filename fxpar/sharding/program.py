@@ -444,6 +444,11 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of a call's tensor operands, positional then keyword, repeats
     kept."""
+    return tensors_among((node.args, node.kwargs))
+
+
+def tensors_among(arguments: Any) -> list[fx.Node]:
+    """Return the nodes with a tensor among arguments, in order, repeats kept."""
     operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> fx.Node:
@@ -451,7 +456,7 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
             operands.append(arg)
         return arg
 
-    fx.node.map_arg((node.args, node.kwargs), visit)
+    fx.node.map_arg(arguments, visit)
     return operands
 
 
