@@ -11,7 +11,8 @@ each of these ``overlap_candidates`` finds lines for every kind of collective, i
 window around it, and the whole step is simulated again. If layers repeat, all that is
 done on a few (``fewer_layers``), and the lines found are repeated for all. A schedule
 is taken if the step is not slower with it; between equals memory decides, then the
-number of collectives.
+number of collectives. ``Attempts`` simulates schedules one after the other, and keeps
+the best so far, and the others with the reason.
 """
 
 from __future__ import annotations
