@@ -10,8 +10,8 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     """(decision, local graph) of a plan's program under another ``Found``."""
     from fxpar import _torch
     from fxpar.passes.localize import insert_reshards, localize
+    from fxpar.passes.order.delay_work import sink_waits
     from fxpar.passes.order.forward_backward import regather
-    from fxpar.passes.order.sink_waits import sink_waits
     from fxpar.sharding.reshard.route import connect
 
     decision, graph = plan.result.decision, plan.result.normalized

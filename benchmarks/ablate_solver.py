@@ -73,7 +73,6 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     ],
     "prices": [(lagrangian, "raise_prices", _no_prices)],
     "column generation": [(lagrangian, "generate", _no_prices)],
-    "combination": [(neighborhood_search, "combine", lambda *_: None)],
     "pruned messages": [
         (
             sys.modules[f"{solve.__module__}"],

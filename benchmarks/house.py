@@ -6,7 +6,8 @@ In: the floors that ``tests/test_imports.py`` holds imports to. Out: files and l
 each room; with ``--write`` the picture, in which a room imports from its own floor and
 from lower ones, and rooms of features are set apart by their colour. A test compares
 the picture with the floors. With ``--entered``: how many files ``fxpar.plan`` enters,
-which have a function that runs after all are imported.
+which have a function that runs after all are imported; with ``--list`` which, with how
+many functions and calls.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import html
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,9 +89,9 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def files_entered(call: Callable[[], Any]) -> dict[str, set[str]]:
-    """{file of the package that a call enters: names of its functions that ran}."""
-    entered, root = dict[str, set[str]](), str(ROOT / "fxpar") + "/"
+def files_entered(call: Callable[[], Any]) -> dict[str, Counter[str]]:
+    """{file of the package that a call enters: how often its functions ran}."""
+    entered, root = dict[str, Counter[str]](), str(ROOT / "fxpar") + "/"
     imports = 0  # that are under way
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -99,7 +101,7 @@ def files_entered(call: Callable[[], Any]) -> dict[str, set[str]]:
             imports += (event == "call") - (event == "return")
         elif event == "call" and not imports and code.co_filename.startswith(root):
             file = code.co_filename.removeprefix(root)
-            entered.setdefault(file, set()).add(code.co_qualname)
+            entered.setdefault(file, Counter())[code.co_qualname] += 1
 
     sys.setprofile(note)
     try:
@@ -140,8 +142,9 @@ def print_entered(*, listed: bool) -> None:
         functions = sum(map(len, entered.values()))
         print(f"{name}: {len(entered)} files, {functions} functions")
         for file in sorted(entered) if listed else ():
-            some = ", ".join(sorted(entered[file])[:4])
-            print(f"    {file:48} {len(entered[file]):3} {some}")
+            ran = entered[file]
+            some = ", ".join(name for name, _ in ran.most_common(4))
+            print(f"    {file:48} {len(ran):3} {ran.total():6} {some}")
 
 
 def main() -> None:

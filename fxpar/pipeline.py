@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.fake import can_have_symbols
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.features import FEATURES
@@ -31,7 +32,8 @@ from fxpar.graph import size_nodes
 from fxpar.passes.decompose import decompose
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
-from fxpar.passes.order.bucket_collectives import copy_together
+from fxpar.passes.order.copy_buckets import copy_together
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.hand_over import hand_over
 from fxpar.passes.order.order_collectives import (
@@ -42,7 +44,6 @@ from fxpar.passes.order.order_collectives import (
     Settings,
     of_build,
 )
-from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import stage_times
 from fxpar.runtime.ranks.groups import Ranks
@@ -268,7 +269,7 @@ def decided(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
         request=request,
         fake_mode=fake_mode,
         normalized=graph,
-        open=size_nodes.is_open(graph),
+        open=can_have_symbols(fake_mode) and size_nodes.is_open(graph),
     )
     show(state, "traced")
     run_steps(JOINT[: _place("plan") + 1], state)

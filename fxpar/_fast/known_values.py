@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -49,11 +49,6 @@ _RELATIVE = frozenset(
         *(aten.select.int, aten.squeeze.dim),
     )
 )
-
-_RESHAPES = frozenset((aten.reshape.default, aten.view.default))
-
-# Position of the stride of a tensor among its parts of a key.
-_STRIDE = 2
 
 # The context for a tensor that is made where no mode is on.
 _ALONE: Any = contextlib.nullcontext()
@@ -92,12 +87,12 @@ def result(
     """Return ``target(*args, **kwargs)`` on the fake values of a mode
     (``fake.mode_of``)."""
 
-    def ask(args: Sequence[Any]) -> Any:
+    def ask() -> Any:
         with mode:
             return target(*args, **kwargs)
 
     if not is_on():
-        return ask(args)
+        return ask()
     return _known(mode, target, args, kwargs, ask, is_inside=False)
 
 
@@ -119,7 +114,7 @@ def values_known() -> Iterator[None]:
     ) -> Any:
         kwargs = kwargs or {}
 
-        def ask(args: Sequence[Any]) -> Any:
+        def ask() -> Any:
             return dispatch(self, target, types, args, kwargs)
 
         return _known(self, target, args, kwargs, ask, is_inside=True)
@@ -133,43 +128,23 @@ def _known(
     target: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    ask: Callable[[Sequence[Any]], Any],
+    ask: Callable[[], Any],
     *,
     is_inside: bool,
 ) -> Any:
-    """Return the result of ``ask(args)``. ``is_inside``: called by the mode, where
+    """Return the result of ``ask()``. ``is_inside``: called by the mode, where
     autograd has no part in it any more."""
-    is_slice = target is aten.slice.Tensor
-    front, skipped = _at_front(args) if is_slice else (args, 0)
     tensors: list[torch.Tensor] = []
     try:
-        key = *_key(mode, target, front, kwargs, tensors), is_inside
+        key = *_key(mode, target, args, kwargs, tensors), is_inside
     except _NotKnown:
-        return ask(args)
+        return ask()
     if key not in _KNOWN:
-        value = ask(front)
+        value = ask()
         _keep(key, value, mode, tensors)
-        if not skipped:
-            return value
+        return value
     form = _KNOWN[key]
-    if form is None:
-        return ask(args)
-    if skipped:
-        form = replace(form, offset=form.offset + skipped)
-    return _rebuilt(form, mode, tensors)
-
-
-def _at_front(args: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return the arguments of a slice of as many rows from the first row on, and the
-    number of elements before the slice that was asked for."""
-    if len(args) != 4 or any(type(n) is not int for n in args[1:]):
-        return args, 0
-    x, dim, begin, end = args
-    if x._has_symbolic_sizes_strides or not 0 <= dim < x.dim():
-        return args, 0
-    if not 0 < begin <= end <= x.shape[dim]:
-        return args, 0
-    return (x, dim, 0, end - begin), begin * x.stride(dim)
+    return ask() if form is None else _rebuilt(form, mode, tensors)
 
 
 def _keep(key: Any, value: Any, mode: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -205,24 +180,14 @@ def _key(
         raise _NotKnown
     is_alone = mode is None or isinstance(mode, contextlib.nullcontext)
     parts: list[Any] = [target, is_alone, *_settings()]
-    first = len(parts)
     for arg in args:
         _add(arg, mode, parts, tensors)
-    if target in _RESHAPES and _is_reshaped_row(*args):
-        parts[first + _STRIDE] = None
     for name, arg in kwargs.items():
         parts.append(name)
         _add(arg, mode, parts, tensors)
     if target not in _RELATIVE:
         parts += [x.storage_offset() for x in tensors]
     return tuple(parts)
-
-
-def _is_reshaped_row(x: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Return whether one row is viewed in another shape, whose strides do not depend on
-    the length of the row that it was cut out of."""
-    is_row = x.dim() == 2 and x.shape[0] == 1 and x.stride(1) == 1
-    return is_row and {1, -1}.isdisjoint(shape)
 
 
 def _settings() -> tuple[Any, ...]:
@@ -245,7 +210,7 @@ def _add(arg: Any, mode: Any, parts: list[Any], tensors: list[torch.Tensor]) -> 
     if isinstance(arg, torch.Tensor):
         _check(arg, mode)
         tensors.append(arg)
-        parts += (  # the stride is at _STRIDE
+        parts += (
             arg.dtype,
             arg.shape,
             arg.stride(),

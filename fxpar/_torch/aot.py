@@ -87,24 +87,22 @@ def descriptor(desc: Any) -> tuple[str, Any]:
 
     if not _is_bare(desc):
         return "state", None
-    desc = bare(desc)
-    if isinstance(desc, d.ParamAOTInput):
-        return "parameter", desc.target
-    if isinstance(desc, d.BufferAOTInput):
-        return "buffer", desc.target
-    if isinstance(desc, d.PlainAOTInput):
-        return "input", desc.idx
-    if isinstance(desc, d.TangentAOTInput):
-        return "tangent", desc.output
     if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
         return "state", "token"
-    if isinstance(desc, d.PlainAOTOutput):
-        return "output", desc.idx
-    if isinstance(desc, d.GradAOTOutput):
-        return "gradient", desc.grad_of
-    if isinstance(desc, d.InputMutationAOTOutput):
-        return "mutation", desc.mutated_input
-    return "state", None
+    desc, kinds = (
+        bare(desc),
+        {
+            d.ParamAOTInput: ("parameter", "target"),
+            d.BufferAOTInput: ("buffer", "target"),
+            d.PlainAOTInput: ("input", "idx"),
+            d.TangentAOTInput: ("tangent", "output"),
+            d.PlainAOTOutput: ("output", "idx"),
+            d.GradAOTOutput: ("gradient", "grad_of"),
+            d.InputMutationAOTOutput: ("mutation", "mutated_input"),
+        },
+    )
+    kind, field = kinds.get(type(desc), ("state", ""))
+    return kind, getattr(desc, field) if field else None
 
 
 def _is_bare(desc: Any) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
+
+from fxpar._torch.symbols import hint_shape
 
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
@@ -124,6 +126,29 @@ def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tenso
     with mode:
         empty = torch.empty(shape, dtype=x.dtype, device=x.device)
     return empty.requires_grad_(x.requires_grad)
+
+
+def can_have_symbols(mode: Any) -> bool:
+    """Return whether sizes of fake tensors of a mode may be symbols."""
+    return getattr(mode, "shape_env", None) is not None
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
+    """Return a fake tensor of another shape, with the dim order of ``value``."""
+    if tuple(value.shape) == tuple(shape):
+        return value
+    strides = hint_shape(value.stride())
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+    stride = [0] * value.dim()
+    step = 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= torch.sym_max(shape[d], 1)
+    with mode:
+        local = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
 
 
 def new_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

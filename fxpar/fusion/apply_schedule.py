@@ -49,7 +49,8 @@ from fxpar.fusion.verbs.send_recv import content, messages, with_tag
 from fxpar.graph.builder import Builder, copy_of
 from fxpar.passes import writes_as_results
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.order.delay_work import sink_waits
+from fxpar.passes.writes_as_results import WRITE
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
@@ -177,7 +178,8 @@ def apply(
         for line in lines[:-1]:
             do(edit, line)
         raise
-    writes_as_results.put(edit.graph, edit.written)
+    if edit.written:
+        writes_as_results.put(edit.graph, edit.written)
     if was_lowered if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
     return edit.graph
@@ -200,7 +202,8 @@ def opened(
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     was_lowered = lift(copy, build, groups)
-    written = writes_as_results.lift(copy)
+    has_writes = bool(copy.find_nodes(op="call_function", target=WRITE))
+    written = writes_as_results.lift(copy) if has_writes else ()
     if node_legality.has_uneven_ops(copy):
         close(copy, mesh, build.fake_mode)
     node_legality.admit(copy)
@@ -213,7 +216,7 @@ def opened(
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Make a graph ready to run, in place: inline regions, lower steps to collectives,
     and wait for each where it is first read."""
-    fuse_nodes.inline(graph)
+    node_legality.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
 
@@ -331,7 +334,8 @@ def apply_stages(
             do(edit, bare)
     _compare(edits, axis)
     for edit in edits:
-        writes_as_results.put(edit.graph, edit.written)
+        if edit.written:
+            writes_as_results.put(edit.graph, edit.written)
     for edit in edits if lowered else ():
         finish(edit.graph, mesh, edit.build.fake_mode)
     return [edit.graph for edit in edits]

@@ -21,6 +21,7 @@ a line is legal: the verb does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,6 +83,9 @@ class FewerLayers:
 def fewer_layers(graph: fx.Graph) -> FewerLayers | None:
     """Return the graph with fewer layers; None if it has few already, or layers cannot
     be separated."""
+    counts = Counter(node.target for node in graph.nodes)
+    if max(counts.values()) < STAY + LEAST:
+        return None
     rows = list(_rows(graph))
     backward = depending_on_tangents(graph)
     early = (row for row in rows if not any(_is_later(n, backward) for n in row.nodes))

@@ -18,7 +18,7 @@ value connects these nodes, so that their order must be noted: ``number`` notes 
 ``close`` makes each op that reads or makes a value which is not as large on every
 rank a region of its own (``UnevenOp``). Verbs cut all shards equally, so that they
 never look into it; all other nodes stay, so that verbs apply around it.
-``fuse_nodes.inline`` opens the regions again.
+``inline`` opens the regions again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import UNEVEN, is_uneven, part_of, put_after_reads
+from fxpar.graph.builder import (
+    REGION,
+    UNEVEN,
+    is_uneven,
+    part_of,
+    put_after_reads,
+)
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.rank_sizes import is_size, uneven_nodes
 from fxpar.passes.simulate.launches import EXACT, PRODUCTS
@@ -126,8 +132,10 @@ def _is_over_shared_memory(node: fx.Node) -> bool:
 def _has_opaque_graphs(node: fx.Node) -> bool:
     """Return whether an op runs graphs of which nothing is known, or which do more than
     give values."""
-    higher = getattr(node.target, "namespace", "") == "higher_order"
     graphs = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    if not graphs:
+        return False
+    higher = getattr(node.target, "namespace", "") == "higher_order"
     if higher and any("val" not in n.meta for n in graphs):
         return True
     inside = (n for body in bodies_of(node) for n in all_nodes(body.graph))
@@ -322,3 +330,31 @@ def outlined(
     for node in reversed(members):
         graph.erase_node(node)
     return region, items
+
+
+def inline(graph: fx.Graph) -> None:
+    """Put the nodes of every region back, in place, marked with their region."""
+    regions = [n for n in graph.nodes if isinstance(n.target, CallableRegion)]
+    for region in regions:
+        part = region.target.graph
+        inputs = part.find_nodes(op="placeholder")
+        copies = dict(zip(inputs, region.args, strict=True))
+        with graph.inserting_before(region):
+            for node in part.nodes:
+                if node.op == "call_function":
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+                    copies[node].meta = node.meta | _said(node, region)
+        results: Any = part.output_node().args[0]
+        for item in list(region.users):
+            item.replace_all_uses_with(copies[results[item.args[1]]])
+            graph.erase_node(item)
+        graph.erase_node(region)
+    if regions:
+        graph.lint()
+
+
+def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
+    """Return the ``meta`` that marks a node with the region it was in."""
+    if isinstance(region.target, UnevenOp):
+        return {}
+    return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
-from fxpar.graph.graph_bodies import bodies_of
 from fxpar.passes.localize import local_form
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.op_table import tensors_of
@@ -136,7 +136,7 @@ class Cutter:
     def _rule(self, node: fx.Node) -> Rule:
         if node.op != "call_function" or not tensors_of(node.meta.get("val")):
             raise Refused("is no op on tensors")
-        if bodies_of(node):
+        if _torch.aot.higher_order_name(node.target):
             raise Refused("runs graphs of its own, which no verb edits")
         try:
             rule, has_rule = self._rules(node)

@@ -69,7 +69,7 @@ def _through(graph: fx.Graph, varies: Varies) -> None:
             varies[node] = read | set(custom_ops.group_axes(node.args[-1]))
         elif node.target in rank_ints.PLACES:
             varies[node] = frozenset(node.args[1])
-        elif (body := body_of(node)) is not None:
+        elif node.op == "get_attr" and (body := body_of(node)) is not None:
             nodes = all_nodes(body.graph)
             inside = (n for n in nodes if n.target in rank_ints.PLACES)
             varies[node] = frozenset[str]().union(*(n.args[1] for n in inside))

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar._fast import known_values
-from fxpar._torch import inductor
+from fxpar._torch import fake, inductor
 from fxpar._torch.symbols import Inexpressible
 from fxpar.graph import size_nodes
 from fxpar.sharding import rank_ints, row_moves, shard_sizes
@@ -174,6 +174,7 @@ class Builder:
         self, graph: fx.Graph, fake_mode: Any, mesh: Mesh | None = None
     ) -> None:
         self.graph, self.fake_mode, self._mesh = graph, fake_mode, mesh
+        self._can_be_open = fake.can_have_symbols(fake_mode)
         self._origin: fx.Node | None = None
         self._notes_from: fx.Node | None = None
 
@@ -202,8 +203,8 @@ class Builder:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``target(*args, **kwargs)``; arguments may hold nodes, and open sizes,
         which become nodes."""
-        args = size_nodes.as_nodes(self.graph, args)
-        kwargs = size_nodes.as_nodes(self.graph, kwargs)
+        if self._can_be_open:
+            args, kwargs = size_nodes.as_nodes(self.graph, (args, kwargs))
         node = self.graph.create_node("call_function", target, args, kwargs)
         values = value_of(args), value_of(kwargs)
         node.meta["val"] = known_values.result(self.fake_mode, target, *values)
@@ -256,7 +257,9 @@ class Builder:
         its fake value."""
         if target is not rank_ints.offset and torch.SymInt in map(type, args):
             raise Inexpressible("shards of a dynamic size are unequal")
-        args = size_nodes.as_nodes(self.graph, (str(self.mesh), tuple(axes), *args))
+        args = str(self.mesh), tuple(axes), *args
+        if self._can_be_open:
+            args = size_nodes.as_nodes(self.graph, args)
         node = self.graph.call_function(target, args)
         node.meta["val"] = value
         return node

@@ -53,7 +53,6 @@ from fxpar.graph.builder import (
 from fxpar.graph.collective_nodes import all_reduce, emit
 from fxpar.graph.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.lower import lower_graph, restrided
-from fxpar.passes.rank_sizes import resized
 from fxpar.sharding.body_rules import FORMS, Inside
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import Axes
@@ -63,8 +62,7 @@ from fxpar.sharding.op_table import look_up, tensors_of
 from fxpar.sharding.ops import LOCAL, reads, row_of
 from fxpar.sharding.ops.local_call import LocalCall, aten
 from fxpar.sharding.plan_facts import cause
-from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.program import Op, Program, tensors_among
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.reshard.route import Reshard
 from fxpar.sharding.spec import Spec
@@ -182,7 +180,7 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: dict[fx.Node, Any] = {}
-        self.of_parameters = gathered_again(self.program)
+        self.of_parameters = self.program.gathered_again
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -281,7 +279,7 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     if call.rule.empty != "fill" or not any(empty):
         return _local_form(call, args, kwargs)
     filled_call = replace(call, least=1)
-    reads = _operands(args, kwargs)
+    reads = tensors_among((args, kwargs))
     filled = {}
     for i, (x, dims) in enumerate(zip(reads, empty[:n], strict=True)):
         pairs = zip(filled_call.operand_shape(i), call.operand_shape(i), strict=True)
@@ -313,24 +311,11 @@ def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node
     return x
 
 
-def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
-    """Return the tensors that a call reads, in order."""
-    out: list[fx.Node] = []
-
-    def add(node: fx.Node) -> fx.Node:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            out.append(node)
-        return node
-
-    fx.node.map_arg((args, kwargs), add)
-    return out
-
-
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = look_up(LOCAL, target)
     if call.rule.moves and reads.is_exchange(call):
-        return reads.moved(call, _operands(args, kwargs))
+        return reads.moved(call, tensors_among((args, kwargs)))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)
@@ -347,7 +332,7 @@ def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
     """Return a fake tensor of the largest shard, with the dim order of ``value``."""
     if spec.is_whole:
         return value
-    return resized(value, spec.local_shape(mesh, value.shape), mode)
+    return _torch.fake.resized(value, spec.local_shape(mesh, value.shape), mode)
 
 
 def local_op(

@@ -10,14 +10,14 @@ here, as where there are only kernels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar import _torch
+from fxpar._torch import fake
 from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph.builder import value_of
 from fxpar.graph.graph_bodies import bodies_of
@@ -27,24 +27,6 @@ from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.reshard.steps import KINDS
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
-
-
-def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
-    """Return a fake tensor of another shape, with the dim order of ``value``."""
-    if tuple(value.shape) == tuple(shape):
-        return value
-    strides = _torch.symbols.hint_shape(value.stride())
-    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
-    stride = [0] * value.dim()
-    step = 1
-    for d in reversed(order):
-        stride[d] = step
-        step *= torch.sym_max(shape[d], 1)
-    with mode:
-        local = torch.empty_strided(
-            shape, stride, dtype=value.dtype, device=value.device
-        )
-    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
 
 
 def is_size(node: fx.Node) -> bool:
@@ -113,7 +95,7 @@ def restate(
     if "fxpar_global_shape" in node.meta:
         shape = node.meta["fxpar_global_shape"]
         shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
-        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+        copy.meta["val"] = fake.resized(node.meta["val"], shape, fake_mode)
     if node.op != "call_function" or bodies_of(node):
         return
     is_step = collective_nodes.is_step(node)
@@ -126,7 +108,7 @@ def restate(
     if is_step:
         operand = bound[node.all_input_nodes[0]].meta["val"]
         shape = _step_shape(node, operand.shape, mesh, rank)
-        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+        copy.meta["val"] = fake.resized(node.meta["val"], shape, fake_mode)
         return
     bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
     args, kwargs = value_of(bound_args)

@@ -25,7 +25,7 @@ from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import PHASE, depending_on_tangents
 
-_WRITE = torch.ops.aten.copy_.default
+WRITE = torch.ops.aten.copy_.default
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
     writes: list[Write] = []
     values: list[Any] = []
     results = _results(output)
-    for node in graph.find_nodes(op="call_function", target=_WRITE):
+    for node in graph.find_nodes(op="call_function", target=WRITE):
         target, value = node.args[:2]
         last = target in position and set(node.users) <= {output}
         if last and isinstance(value, fx.Node) and not _is_read_after(target, node):
@@ -73,8 +73,6 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
 def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> None:
     """Undo ``lift``, on a graph with the same inputs. ``phase``: the phase of a
     training step that all writes get."""
-    if not writes:
-        return
     output = graph.output_node()
     inputs = graph.find_nodes(op="placeholder")
     results = _results(output)
@@ -84,7 +82,7 @@ def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> N
             target = inputs[write.target]
             if value is target:
                 continue
-            node = graph.call_function(_WRITE, (target, value))
+            node = graph.call_function(WRITE, (target, value))
             node.meta = write.meta | {"val": target.meta["val"]}
             if phase is not None:
                 node.meta["custom"] = value.meta.get("custom", {}) | {PHASE: phase}
@@ -111,7 +109,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
     inputs = graph.find_nodes(op="placeholder")
     overwritten = {inputs[i] for i in written}
     overwritten |= {
-        n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)
+        n.args[0] for n in graph.find_nodes(op="call_function", target=WRITE)
     }
     pending = [node for node in inputs if node in overwritten]
     if not pending:
@@ -123,7 +121,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
             value = user.meta.get("val")
             if is_view(user):
                 pending.append(user)
-            if is_view(user) or user in late or user.target in ("output", _WRITE):
+            if is_view(user) or user in late or user.target in ("output", WRITE):
                 continue
             user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
             own = node.meta["val"]

@@ -395,15 +395,13 @@ def _on_named_mesh(subject: Subject, parts: int) -> Decision:
     of at most ``parts`` microbatches, without stages for a step of all microbatches
     that are requested."""
     program, request = subject.program, subject.request
-    if not isinstance(request.mode, SearchOptions):
-        return decide_on(program, request)
     if request.pipeline is None:
         return _decide_in_parts(subject, program, request)
     count = parts_of(subject.cut.rows, parts) if subject.cut else 1
     if count == 1:
         return decide_on(program, request)
-    part = subject.part(program, request, count)
-    decision, budget = decide_on(program, request, parts=part), request.mode.budget
+    part, budget = subject.part(program, request, count), subject.options.budget
+    decision = decide_on(program, request, parts=part)
     step = priced(decision, request)
     if step is None:
         return decision

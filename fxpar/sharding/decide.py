@@ -19,20 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Link, Mesh, axis_of
 from fxpar.sharding.program import Program, Signature, Value, user_line
 from fxpar.sharding.propagate import conventions
-from fxpar.sharding.propagate.assign_strategies import choose
-from fxpar.sharding.propagate.at_rest import (
-    can_rest_as_read,
-    exchanged_notes,
+from fxpar.sharding.propagate.assign_strategies import (
+    choose,
+    fed_as_read,
     lie_as_read,
-    settle_at_rest,
+    make_as_read,
 )
+from fxpar.sharding.propagate.at_rest import exchanged_notes, settle_at_rest
 from fxpar.sharding.propagate.gather_early import (
     gather_before_growth,
     gather_before_views,
@@ -170,9 +169,11 @@ def decide(
         split = tuple(a for a in axes if mesh.sizes[a] > 1)
         for target in {str(op.target) for op in program.ops} & SEEDING.keys():
             SEEDING[target](engine, split, priced, on)
-    settle_at_rest(engine)
+    if program.signature.has_layouts:
+        settle_at_rest(engine)
     state = engine.state
-    strategies = choose(program, state, priced, on)
+    fed = fed_as_read(program, state)
+    strategies = choose(program, state, fed, priced, on)
     strategies, settled = gather_lookups(
         program,
         strategies,
@@ -185,7 +186,7 @@ def decide(
     gather_before_growth(program, strategies, settled, priced, on)
     share_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
-    lie_as_read(program, can_rest_as_read(program, state), strategies, settled)
+    lie_as_read(program, fed, strategies, settled)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _edge_notes(program, edges, mesh)
@@ -450,7 +451,8 @@ def _edge_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     uneven, gathered = (
         f(program, edges, mesh) for f in (_uneven_notes, _gathered_notes)
     )
-    return [*uneven, *gathered, *exchanged_notes(program, edges)]
+    exchanged = exchanged_notes(program, edges) if program.sharded else []
+    return [*uneven, *gathered, *exchanged]
 
 
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:

@@ -446,6 +446,11 @@ class Mesh:
         )
         return Mesh(tuple(axes), links, speeds, shares)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Return whether an axis has parts that are neither one rank nor all of it."""
+        return any(n % k == 0 for n in self._whole.values() for k in range(2, n))
+
     def has(self, axis: str) -> bool:
         """Return whether a name is an axis of the mesh, or a part of one."""
         try:

@@ -110,6 +110,12 @@ class Signature:
     # For each "tangent" input, its index and the index of its output.
     tangents: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def has_layouts(self) -> bool:
+        """Return whether an input or output has a layout that no plan chooses."""
+        ends: list[Input | Output] = [*self.inputs, *self.outputs]
+        return any(end.at_rest is not None for end in ends)
+
     def with_layouts(self, change: Callable[[Any, Spec], Any]) -> Signature:
         """Return the signature with ``change`` of each input and output that has a
         layout, given it and its spec at rest."""
@@ -241,6 +247,69 @@ class Program:
         """Return the ops of the backward of a joint graph."""
         late = depending_on_tangents(self.ops[0].node.graph) if self.ops else ()
         return frozenset(op.index for op in self.ops if op.node in late)
+
+    @cached_property
+    def constants(self) -> frozenset[int]:
+        """Return the values that depend on no input. Random values are left out:
+        drawing the whole on each rank is expensive."""
+        constants = {v.index for v in self.values} - set(self.producers)
+        constants -= {v for v in self.inputs if v is not None}
+        for op in self.ops:
+            is_aten = getattr(op.target, "namespace", "") in ("aten", "prims")
+            if is_aten and op.has_rule and constants.issuperset(op.operands):
+                constants.update(op.results)
+        return frozenset(constants)
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """Return the values of the parameters of which each rank holds a part."""
+        inputs = self.tensor_inputs
+        return frozenset(v for x, v in inputs if x.kind == "parameter" and x.is_sharded)
+
+    @cached_property
+    def of_sharded(self) -> dict[int, frozenset[int]]:
+        """Return the values made of ``sharded`` alone, as ``derived``."""
+        return self.derived(self.sharded)
+
+    def derived(self, roots: Collection[int]) -> dict[int, frozenset[int]]:
+        """Return ``roots`` and the values computed from them alone, each with the roots
+        it is computed from."""
+        values = {v: frozenset({v}) for v in roots}
+        for op in self.ops if roots else ():
+            if op.operands and all(v in values for v in op.operands):
+                of = frozenset[int]().union(*(values[v] for v in op.operands))
+                values.update(dict.fromkeys(op.results, of))
+        return values
+
+    @cached_property
+    def gathered_again(self) -> frozenset[int]:
+        """Return the values made of parameters, at rest or with an open layout, that
+        forward and backward each gather.
+
+        These are all but the values of parameters that the last reader of the forward
+        and the first of the backward share; readers of vectors alone do not count.
+        Between the two little else is gathered: such values would be dropped and
+        gathered again at once (FSDP2 keeps the parameters of its root gathered for this
+        reason).
+        """
+        parameters = [x for x in self.tensor_inputs if x[0].kind == "parameter"]
+        stored = self.sharded | {v for x, v in parameters if x.at_rest is None}
+        if not stored:
+            return frozenset()
+        roots = self.derived(stored)
+        large = {v for v in stored if len(self.values[v].shape) > 1} or stored
+        last: frozenset[int] = frozenset()
+        first: frozenset[int] | None = None
+        for op in self.ops:
+            of = frozenset[int]().union(*(roots.get(v, ()) for v in op.operands))
+            if large.isdisjoint(of) or not roots.keys().isdisjoint(op.results):
+                continue
+            if op.index not in self.backward:
+                last = of
+            elif first is None:
+                first = of
+        still_there = last & (first or frozenset())
+        return frozenset(v for v, of in roots.items() if still_there.isdisjoint(of))
 
     def named(self, name: str) -> int | None:
         """Return the index of the value with this name; None if there is none."""
@@ -375,6 +444,11 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of a call's tensor operands, positional then keyword, repeats
     kept."""
+    return tensors_among((node.args, node.kwargs))
+
+
+def tensors_among(arguments: Any) -> list[fx.Node]:
+    """Return the nodes with a tensor among arguments, in order, repeats kept."""
     operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> fx.Node:
@@ -382,7 +456,7 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
             operands.append(arg)
         return arg
 
-    fx.node.map_arg((node.args, node.kwargs), visit)
+    fx.node.map_arg(arguments, visit)
     return operands
 
 

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion import schedule_attempts
-from fxpar.fusion.choose_schedule import Chosen, choose
+from fxpar.fusion import choose_schedule
+from fxpar.fusion.choose_schedule import Chosen, choose, is_better
 from fxpar.fusion.overlap_candidates import shapes_of, window
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.schedule_attempts import is_better
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
@@ -227,7 +226,7 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         programs.append("".join(map(str, phases.graphs)))
         return launches_as_run(phases)
 
-    monkeypatch.setattr(schedule_attempts, "launches_as_run", seen)
+    monkeypatch.setattr(choose_schedule, "launches_as_run", seen)
     chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))

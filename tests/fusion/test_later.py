@@ -135,8 +135,8 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in each for each in tried)
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts.LITTLE", 0)
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule.LITTLE", 0)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
     assert not any("buckets(" in each for each in tried)  # nor tried by ``tune``
 
@@ -150,8 +150,8 @@ def test_gathers_of_a_small_model_go_together(
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     if not free:
-        monkeypatch.setattr("fxpar.fusion.schedule_attempts.LITTLE", 0)
-        monkeypatch.setattr("fxpar.fusion.schedule_attempts._ROOM", 0.0)
+        monkeypatch.setattr("fxpar.fusion.choose_schedule.LITTLE", 0)
+        monkeypatch.setattr("fxpar.fusion.choose_schedule._ROOM", 0.0)
     hints = {"*.weight": ("dp", None), "*.bias": ("dp",)}
     none, auto = (planned(how, hints=hints) for how in ("none", "auto"))
     assert launched(none, "all_gather") > 2

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import apply_schedule, schedule_attempts
+from fxpar.fusion import apply_schedule, choose_schedule
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.verbs import reorder
@@ -464,7 +464,7 @@ def test_what_goes_wrong_in_a_verb_names_the_line(
         apply_schedule.Unexpected, match=r"hoist\(all_reduce\): KeyError"
     ):
         ONE.after("hoist(all_reduce)")
-    search = schedule_attempts.Attempts.__new__(schedule_attempts.Attempts)
+    search = choose_schedule.Attempts.__new__(choose_schedule.Attempts)
     search.near_misses, search.schedule = [], Schedule()
     monkeypatch.setattr(search, "timeline", lambda s: ONE.after(str(s)))
     with pytest.raises(apply_schedule.Unexpected):  # it is no near miss

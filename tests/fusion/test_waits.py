@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.passes.order.delay_work import WAIT, sink_waits
 from fxpar.passes.order.order_collectives import schedule as as_run
-from fxpar.passes.order.sink_waits import WAIT, sink_waits
 from tests.helpers.overlaps import (
     CHUNKS,
     PRODUCTS,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.order.delay_work import WAIT
 from fxpar.runtime.steps.binding import bind
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 

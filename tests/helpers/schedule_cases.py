@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.apply_schedule import apply_stages
-from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep, run_stages
 from fxpar.sharding.mesh import Mesh

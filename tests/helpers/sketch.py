@@ -10,9 +10,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from fxpar.graph.builder import Builder
-from fxpar.passes.order.bucket_collectives import join_buckets
-from fxpar.passes.order.joinable_collectives import Joinable
-from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.order.bucket_collectives import Joinable, join_buckets
+from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.mesh import Mesh

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.graph.builder import Builder
-from fxpar.passes.order.bucket_collectives import (
+from fxpar.passes.order.copy_buckets import (
     LEAST,
     copy_into_buckets,
     copy_together,

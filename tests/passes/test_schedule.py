@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
+from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.forward_backward import (
     Orders,
     PhasedGraph,
@@ -32,7 +33,6 @@ from fxpar.passes.order.order_collectives import (
     prefetch,
     schedule,
 )
-from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import (
     COUNT,
     DP,

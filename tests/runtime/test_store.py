@@ -302,7 +302,7 @@ def test_a_schedule_is_chosen_once(
         return chosen[-1]
 
     monkeypatch.setattr(lowering_steps, "choose_or_warn", counted)
-    monkeypatch.setattr("fxpar.fusion.schedule_attempts.LEAST", -1.0)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule.LEAST", -1.0)
 
     def asks(schedule: str) -> Callable[[Request], Request]:
         return lambda request: replace(

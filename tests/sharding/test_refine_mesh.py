@@ -219,6 +219,17 @@ def test_parts_that_do_not_fit_are_refused(
     assert words in str(error.value) and error.value.fix
 
 
+def test_an_axis_of_a_prime_number_of_ranks_has_no_parts() -> None:
+    given, hints = operands(), {"x": ("tp:(1)3", None)}
+    with pytest.raises(HintError, match="'tp' of 2 ranks has no part") as error:
+        fxpar.plan(chain, *given, mesh="tp=2", hints=hints, mode="propagate")
+    assert error.value.fix
+    plan = fxpar.plan(
+        chain, *given, mesh="tp=2", hints={"w": (None, "tp:(1)2")}, mode="propagate"
+    )
+    assert str(plan.mesh) == "tp=2" and "tp" in plan.spec("w").axes
+
+
 def test_an_axis_that_uneven_shards_need_whole_is_not_cut() -> None:
     hints, specs = {"w": (None, "tp:2")}, [("tp", None), None, None]
     given = [torch.randn(10, 16), *(x.detach().float() for x in operands()[1:])]

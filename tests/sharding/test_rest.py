@@ -17,9 +17,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     FEW,
     at_rest,
-    derived,
     is_worth_chunks,
-    resting,
 )
 from fxpar.sharding.propagate.gather_early import gather_before_views
 from fxpar.sharding.spec import Spec
@@ -196,7 +194,7 @@ def gathered(
         for i in program.signature.inputs
     )
     program = replace(program, signature=replace(program.signature, inputs=inputs))
-    ours = set(derived(program, resting(program)))
+    ours = set(program.of_sharded)
     *ops, last = program.ops
     assert all(ours.issuperset(op.results) for op in ops), "the last op reads x"
     settled = [Spec.whole(len(value.shape)) for value in program.values]

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar import _torch
+from fxpar._torch.objects import calls_where, schema_of
 from fxpar.features.sequences.local_attention import arguments_of, in_order
 from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import (
@@ -58,8 +58,8 @@ def causal_masks(graph: fx.Graph, _: JointState) -> None:
     """Give attention under a causal mask ``is_causal`` instead, and drop masks that
     hide nothing."""
     functions: PlaceFunctions = {}
-    for node in graph.nodes:
-        arguments = _named_arguments(node)
+    for node in calls_where(graph, _is_attention):
+        arguments = arguments_of(node.target, node.args, node.kwargs)
         name = next((n for n in BIASES if isinstance(arguments.get(n), fx.Node)), None)
         if name is None or arguments.get("is_causal", True):
             continue
@@ -72,14 +72,9 @@ def causal_masks(graph: fx.Graph, _: JointState) -> None:
             node.args, node.kwargs = in_order(node.target, changed)
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an attention by name, with defaults; none for another
-    call."""
-    if node.op != "call_function" or "attention" not in str(node.target):
-        return {}
-    if _torch.objects.schema_of(node.target) is None:
-        return {}
-    return arguments_of(node.target, node.args, node.kwargs)
+def _is_attention(target: Any) -> bool:
+    """Return whether an op is an attention with arguments by name."""
+    return "attention" in str(target) and schema_of(target) is not None
 
 
 def _is_causal(

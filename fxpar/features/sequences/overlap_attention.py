@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import calls_where
 from fxpar.features.sequences import local_flex
 from fxpar.features.sequences.merge_attention import RunningAttention, items
 from fxpar.features.sequences.ring_attention import (
@@ -49,9 +50,9 @@ from fxpar.features.sequences.ring_attention import (
     RingAttention,
     form_of,
 )
+from fxpar.fusion.choose_schedule import Attempts
 from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.fusion.schedule_attempts import Attempts
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.verbs.ring import Ring, of_rank
 from fxpar.graph import collective_nodes
@@ -245,10 +246,9 @@ def rings_of(graph: fx.Graph) -> Schedule:
     """Return a line for each attention of a local graph with steps whose keys and
     values are gathered for it."""
     lines = []
-    for node in graph.nodes:
+    for node in calls_where(graph, lambda target: form_of(target) is not None):
         form = form_of(node.target)
-        if form is None:
-            continue
+        assert form is not None
         arguments = form.arguments(node)
         sources = [_gather_of(arguments[name]) for name in form.read[1:]]
         gathers = [gather for gather in sources if gather is not None]

@@ -76,7 +76,8 @@ def pair_reductions(graph: fx.Graph, state: JointState) -> None:
 
 def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     """Rewrite a local graph in place; ``mesh`` has the links of the hardware."""
-    softmaxes = [_softmax_of(node) for node in graph.nodes]
+    reduced = graph.find_nodes(op="call_function", target=collective_nodes.all_reduce)
+    softmaxes = map(_softmax_of, reduced)
     paying = [softmax for softmax in softmaxes if softmax and softmax.is_faster(mesh)]
     for softmax in paying:
         _exchange(build, softmax)

@@ -15,7 +15,6 @@ continues.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program, backward_of, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
-from fxpar.sharding.search.price_stages import cut_chain
+from fxpar.sharding.search.price_stages import between_ops, cut_chain
 
 FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
 
@@ -224,7 +223,7 @@ def assign_stages(
     seconds = [priced.seconds(node) * share for node in chain]
     trains = 2 if backward else 1
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
-    crossing = _between_ops(chain, crossing, count)
+    crossing = between_ops(chain, crossing, count)
     begins = _places_of(chain, program, begins_at)
     if len(begins) != count - 1:
         pins = _pins(chain, kinds, pinned or {})
@@ -321,19 +320,6 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
         total += changes[i]
         out.append(total)
     return out
-
-
-def _between_ops(
-    chain: Sequence[fx.Node], crossing: list[float], count: int
-) -> list[float]:
-    """Return the cost of each crossing, infinite inside of one op of the user's."""
-    numbers = [node.meta.get("seq_nr") for node in chain]
-    pairs = zip(crossing, numbers, [None, *numbers], strict=False)
-    out = [
-        math.inf if number is not None and number == before else cost
-        for cost, number, before in pairs
-    ]
-    return out if sum(map(math.isfinite, out[1:])) >= count - 1 else crossing
 
 
 def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:

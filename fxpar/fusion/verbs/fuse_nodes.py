@@ -5,7 +5,7 @@ In: an Edit and nodes. Out: the region or the collective.
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
 gathers or sends after it, are one call of a subgraph. In the graph that runs they are
-nodes again, marked with their region (``builder.REGION``);
+nodes again, marked with their region (``node_legality.inline``);
 ``kernels.fuse_regions`` makes one op of each region. A region must be convex, no path
 leaves it and enters it again, or else it would wait for itself (CoCoNeT, section 3.3).
 
@@ -26,14 +26,13 @@ from torch import fx
 
 from fxpar.fusion.node_legality import (
     CallableRegion,
-    UnevenOp,
     arrange,
     is_message,
     outlined,
 )
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import REGION, Builder
+from fxpar.graph.builder import Builder
 
 aten = torch.ops.aten
 
@@ -71,34 +70,6 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     region, _ = outlined(edit.graph, members, results, CallableRegion)
     arrange(edit.graph)
     return [region]
-
-
-def inline(graph: fx.Graph) -> None:
-    """Put the nodes of every region back, in place, marked with their region."""
-    regions = [n for n in graph.nodes if isinstance(n.target, CallableRegion)]
-    for region in regions:
-        part = region.target.graph
-        inputs = part.find_nodes(op="placeholder")
-        copies = dict(zip(inputs, region.args, strict=True))
-        with graph.inserting_before(region):
-            for node in part.nodes:
-                if node.op == "call_function":
-                    copies[node] = graph.node_copy(node, copies.__getitem__)
-                    copies[node].meta = node.meta | _said(node, region)
-        results: Any = part.output_node().args[0]
-        for item in list(region.users):
-            item.replace_all_uses_with(copies[results[item.args[1]]])
-            graph.erase_node(item)
-        graph.erase_node(region)
-    if regions:
-        graph.lint()
-
-
-def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
-    """Return the ``meta`` that marks a node with the region it was in."""
-    if isinstance(region.target, UnevenOp):
-        return {}
-    return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}
 
 
 def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:

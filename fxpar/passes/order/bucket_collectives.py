@@ -1,44 +1,276 @@
-"""Joins collectives that can run together into one.
+"""Finds the collectives of a forward or a backward that may be joined, in which
+buckets, and joins them.
 
-In: the bound graph of a forward or a backward, and the names of the collectives of each
-bucket (``joinable_collectives`` chooses them). Out: the same graph, in place; small
-all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
-joined: their operands are copied into one tensor, which one collective moves, and its
-result is split again. ``copy_together`` leaves copies of values that are in memory
-already to torch. Never: a value changes.
+In: the graph of one of the two. Out: ``Joinable``, data that gives for any bucket sizes
+the names of the collectives of each bucket; ``join_buckets`` makes one collective of
+each, in place: their operands are copied into one tensor, which it moves, and its
+result is split again. A gather may be joined if its operand is computed from graph
+inputs by cheap ops only; a reduction if only cheap ops are between its result and the
+graph's output. Operands never wait for a collective of their own bucket, nor for a
+bucket that does. In the graph of a training step the update comes after the reductions,
+as the output does elsewhere. Never: a value changes.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
-from fxpar.graph.builder import Builder, put_after_reads
-from fxpar.graph.custom_ops import register_lowerings
-from fxpar.passes.order.joinable_collectives import is_cheap
-from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.passes.order.sink_waits import WAIT, hoist
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    is_contraction,
-    is_light,
-    is_view,
-    viewed,
-)
+from fxpar.graph.builder import Builder, custom_of, put_after_reads, region_of
+from fxpar.layers import numbered, rows_of_layers
+from fxpar.passes.order.delay_work import WAIT, from_inputs, hoist, is_cheap, is_chunk
+from fxpar.passes.order.outline_layers import LEAST_CALLS
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
+from fxpar.sharding.program import descendants, phase_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
+# The number of the checkpointed region of values that the backward gathers again; the
+# user's regions have smaller ones.
+REGATHERED = 1 << 20
+
+# Key of ``meta["custom"]``, which all passes keep: the ``whole_bytes`` of the rank with
+# the largest shards, if these are uneven.
+LARGEST = "fxpar_largest"
+
 _GATHER = c10d.all_gather_into_tensor.default
 _SCATTER = c10d.reduce_scatter_tensor.default
 _REDUCE = c10d.all_reduce.default
+
+
+@dataclass
+class _Bucket:
+    """Is a list of collectives of one kind that become one."""
+
+    # The part of layers that it joins (``Joinable._pieces``); None: of no layer.
+    piece: Hashable = None
+    # Names, in graph order.
+    members: list[str] = field(default_factory=list)
+    size: int = 0  # bytes
+
+
+@dataclass(frozen=True)
+class JoinableCollective:
+    """Holds the facts of a collective that decide with which others it may join."""
+
+    # The name of its node.
+    name: str
+    # "reduction", "gather", or "again": a backward's gather of what a forward gathered.
+    what: str
+    # Equal for those that may be joined.
+    kind: Hashable
+    # Its ``whole_bytes``.
+    size: int
+    # Names of the joinable reductions that it depends on.
+    before: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Joinable:
+    """Holds the collectives of a phase that could be joined, whatever their sizes."""
+
+    # In graph order.
+    collectives: tuple[JoinableCollective, ...]
+
+    @cached_property
+    def _rows(self) -> list[tuple[list[JoinableCollective], int]]:
+        """Return the collectives of layers that repeat, row by row, each with the
+        number of collectives of a layer."""
+        kinds = defaultdict[Hashable, list[JoinableCollective]](list)
+        for each in self.collectives:
+            kinds[each.kind, each.what].append(each)
+        rows: list[tuple[list[JoinableCollective], int]] = []
+        for members in kinds.values():
+            sizes = numbered(each.size for each in members)
+            next_sizes = (np.roll(sizes, -i).tolist() for i in range(3))
+            finer = numbered(zip(*next_sizes, strict=True))
+            for begin, end, count in rows_of_layers(sizes, finer):
+                if end - begin >= LEAST_CALLS * count:
+                    rows.append((members[begin:end], count))
+        return rows
+
+    def _pieces(self, most: Mapping[str, int]) -> dict[str, Hashable]:
+        """Return, by name, a key that is equal for collectives of one bucket. Layers
+        that repeat, and are not all in one bucket, are cut at the same places, so that
+        what reads a bucket repeats as well: a bucket has a number of whole layers, or
+        an equal part of one."""
+        pieces: dict[str, Hashable] = {}
+        for members, count in self._rows:
+            room = most[members[0].what]
+            small = [each.size if each.size < room else 0 for each in members]
+            size = sum(small[:count])
+            if sum(small) <= room:
+                continue
+            layers, parts = max(1, round(room / size)), max(1, round(size / room))
+            for i, each in enumerate(members):
+                layer, at = divmod(i, count)
+                middle = sum(small[:at]) + small[at] / 2
+                part = int(middle * parts / size)
+                pieces[each.name] = (members[0].name, layer // layers, part)
+        return pieces
+
+    @staticmethod
+    def of(graph: fx.Graph, *, reductions: bool) -> Joinable:
+        """Return the joinable gathers of parameters of a graph and, if ``reductions``,
+        the joinable reductions of gradients."""
+        candidates = set[fx.Node]()
+        gathers = graph.find_nodes(op="call_function", target=_GATHER)
+        if gathers:
+            derived = from_inputs(graph)
+            candidates.update(
+                node
+                for node in gathers
+                if node.args[0] in derived
+                and (not reductions or _is_on_all_ranks(node))
+            )
+        before: Mapping[fx.Node, frozenset[str]] = {}
+        if reductions:
+            before_output = _before_output(graph)
+            ends = {n for n in before_output if n.target in (_SCATTER, _REDUCE)}
+            candidates |= ends
+            before = _reductions_before(ends)
+        none = frozenset[str]()
+        return Joinable(
+            tuple(
+                JoinableCollective(
+                    node.name,
+                    _what(node, reductions),
+                    _kind_of(node),
+                    whole_bytes(node),
+                    before.get(node, none),
+                )
+                for node in sorted(candidates)
+                if _can_join(node)
+            )
+        )
+
+    def buckets(self, **most: int) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the collectives to join, by bucket. ``most``: bytes of a
+        full bucket, by ``JoinableCollective.what``."""
+        opened: dict[Hashable, _Bucket] = {}
+        filled: list[_Bucket] = []
+        home: dict[str, _Bucket] = {}
+        before = {each.name: each.before for each in self.collectives}
+        pieces = self._pieces(most)
+        for each in self.collectives:
+            room = most[each.what]
+            if each.size >= room:
+                continue
+            open_bucket = opened.get(each.kind)
+            needs = _buckets(each.before, home, before)
+            piece = pieces.get(each.name)
+            if (
+                open_bucket is None
+                or id(open_bucket) in needs
+                or open_bucket.piece != piece
+                or (piece is None and open_bucket.size + each.size > room)
+            ):
+                open_bucket = opened[each.kind] = _Bucket(piece)
+                filled.append(open_bucket)
+            open_bucket.members.append(each.name)
+            open_bucket.size += each.size
+            home[each.name] = open_bucket
+        return tuple(tuple(b.members) for b in filled if len(b.members) > 1)
+
+
+def _what(node: fx.Node, backward: bool) -> str:
+    if node.target is not _GATHER:
+        return "reduction"
+    is_again = backward and node.meta.get("ac_graph_id") == REGATHERED
+    return "again" if is_again else "gather"
+
+
+def _kind_of(node: fx.Node) -> Hashable:
+    value = node.args[0].meta["val"]
+    return node.target, node.args[1:], value.dtype, value.device
+
+
+def _can_join(node: fx.Node) -> bool:
+    """Return whether no schedule placed or fused a collective, and it is real."""
+    real = not node.args[0].meta["val"].is_complex()
+    return real and not is_chunk(node) and not region_of(node)
+
+
+def _is_on_all_ranks(node: fx.Node) -> bool:
+    """Return whether all ranks have this gather in a backward: with uneven shards some
+    ranks may save values that others recompute, except for gathered parameters."""
+    return LARGEST not in custom_of(node) or node.meta.get("ac_graph_id") == REGATHERED
+
+
+def _before_output(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes with only cheap work between them and the output or update."""
+    ends: set[fx.Node] = set()
+    borders = {graph.output_node()}
+    borders.update(node for node in graph.nodes if phase_of(node) == "update")
+    pending = [read for border in borders for read in border.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in ends and all(
+            user in borders or (user in ends and _can_lead_to_output(user.target))
+            for user in node.users
+        ):
+            ends.add(node)
+            pending += node.all_input_nodes if _can_lead_to_output(node.target) else ()
+    return ends
+
+
+def _can_lead_to_output(target: Any) -> bool:
+    """Return whether the operands of an op may be near the output if the op is."""
+    facts = op_facts_of(target)
+    return (
+        facts.moves
+        or facts.reshapes
+        or facts.casts
+        or facts.scales
+        or target in (WAIT, _SCATTER, _REDUCE)
+    )
+
+
+def _reductions_before(
+    reductions: Collection[fx.Node],
+) -> dict[fx.Node, frozenset[str]]:
+    """Return the names of the reductions that each node depends on, if any."""
+    waits = {u: n for n in reductions for u in n.users if u.target is WAIT}
+    none = frozenset[str]()
+    out: dict[fx.Node, frozenset[str]] = {}
+    for node in sorted(descendants(waits)):
+        own = (waits[node].name,) if node in waits else ()
+        out[node] = none.union(own, *(out.get(r, none) for r in node.all_input_nodes))
+    return out
+
+
+def _buckets(
+    names: Iterable[str],
+    home: Mapping[str, _Bucket],
+    before: Mapping[str, Iterable[str]],
+) -> set[int]:
+    """Return the ids of the buckets that must be done before a node that depends on the
+    named collectives: theirs, and those that any of their members depends on."""
+    ids: set[int] = set()
+    stack = list(names)
+    while stack:
+        bucket_of_node = home.get(stack.pop())
+        if bucket_of_node is not None and id(bucket_of_node) not in ids:
+            ids.add(id(bucket_of_node))
+            stack += [n for member in bucket_of_node.members for n in before[member]]
+    return ids
+
+
+def whole_bytes(node: fx.Node) -> int:
+    """Return the bytes of the larger of operand and result; for uneven shards those of
+    the largest, so that all ranks fill their buckets equally."""
+    largest = custom_of(node).get(LARGEST)
+    return largest or max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))
 
 
 def join_buckets(
@@ -153,110 +385,3 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         bucket = _flat(rewriter, [m.args[0] for m in members], rows)
         wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
         _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
-
-
-def copy_together(graph: fx.Graph) -> None:
-    """Let torch make the copies of buckets that Inductor has nothing to fuse with, in
-    place: its code, and the time to generate and to compile it, would grow with the
-    parameters of a model."""
-    copy_into_buckets(graph)
-    scale_buckets(graph)
-    split_buckets(graph)
-
-
-# The least number of values in memory of a row that no collective sends: it may be
-# fused with what reads it, and for fewer values loops are a few lines.
-LEAST = 8
-
-
-def copy_into_buckets(graph: fx.Graph) -> None:
-    """Let torch fill rows of which most is in memory, in place: Inductor generates a
-    loop for each part. Of a bucket that is sent, views of what a kernel of its own
-    computes are copied, too, whoever does it."""
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts = node.args[0] if node.args else node.kwargs["tensors"]
-        is_sent = any(op_facts_of(user.target).communicates for user in node.users)
-        in_memory = [x for x in parts if _is_in_memory(x, is_sent=is_sent)]
-        if len(in_memory) < (2 if is_sent else LEAST):
-            continue
-        if 2 * sum(map(bytes_of, in_memory)) > sum(map(bytes_of, parts)):
-            register_lowerings()
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            node.target = torch.ops.fxpar.join.default
-            node.args, node.kwargs = (parts, dim), {}
-
-
-def scale_buckets(graph: fx.Graph) -> None:
-    """Multiply or divide a reduced bucket by a number at once, where each of its parts
-    is and nothing that could be fused with it reads the result: all are gradients of
-    which the mean over ranks is taken."""
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
-        pieces = list(wait.users)
-        parts = [user for piece in pieces for user in piece.users]
-        scaled = [user for part in parts for user in part.users]
-        if len(pieces) < 2 or any(len(n.users) != 1 for n in (*pieces, *parts)):
-            continue
-        if not all(map(is_view, (*pieces, *parts))):
-            continue
-        if not _SCALINGS.issuperset(node.target for node in scaled):
-            continue
-        if any(is_light(reader.target) for node in scaled for reader in node.users):
-            continue
-        kinds = {(node.target, *node.args[1:]) for node in scaled}
-        if len(kinds) > 1:
-            continue
-        ((target, number),) = kinds
-        with graph.inserting_after(wait):
-            whole = graph.call_function(target, (wait, number))
-        dtype = scaled[0].meta["val"].dtype
-        value = torch.empty_like(wait.meta["val"], dtype=dtype)
-        whole.meta = scaled[0].meta | {"val": value}
-        for piece, part, node in zip(pieces, parts, scaled, strict=True):
-            piece.replace_input_with(wait, whole)
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
-
-
-# Ops on a tensor and a number.
-_SCALINGS = {aten.div.Scalar, aten.mul.Scalar}
-
-
-def split_buckets(graph: fx.Graph) -> None:
-    """Let torch copy the parts of a bucket with a row of each rank at once, in place:
-    Inductor launches a kernel for each part, and compiles one for each place that a
-    part has in any bucket."""
-    results = graph.output_node().all_input_nodes
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
-        whole, pieces = wait.meta["val"], list(wait.users)
-        if whole.dim() != 2 or len(whole) == 1 or len(pieces) < 2:
-            continue
-        if any(x.target is not aten.slice.Tensor or len(x.args) != 4 for x in pieces):
-            continue
-        if not {*results}.isdisjoint(pieces) or any(x.args[1] != 1 for x in pieces):
-            continue
-        pieces.sort(key=lambda piece: piece.args[2])
-        edges = [0, *(piece.args[3] for piece in pieces)]
-        if edges != [*(piece.args[2] for piece in pieces), whole.shape[1]]:
-            continue
-        sizes = [end - begin for begin, end in pairwise(edges)]
-        split = torch.ops.fxpar.split_copied.default
-        with graph.inserting_after(wait):
-            parts = graph.call_function(split, (wait, sizes))
-        parts.meta = wait.meta | {"val": split(whole, sizes)}
-        for i, piece in enumerate(pieces):
-            piece.target, piece.args = operator.getitem, (parts, i)
-            piece.meta["val"] = parts.meta["val"][i]
-
-
-def _is_in_memory(part: fx.Node, *, is_sent: bool) -> bool:
-    """Return whether a part is, or is a view of, a graph input or a body's result; if
-    it ``is_sent``, also a view of the result of an op with a kernel of its own, which
-    could write to the bucket itself only if it were no view."""
-    base = viewed(part)
-    if base.op == "placeholder":
-        return True
-    if base.target is operator.getitem:
-        return base.args[0].target is INVOKE
-    is_view_of_other = is_sent and base is not part
-    facts = op_facts_of(base.target)
-    return is_view_of_other and (is_contraction(base.target) or facts.scatters)

@@ -40,17 +40,18 @@ from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import Builder, custom_of, region_of
 from fxpar.graph.custom_ops import register_lowerings
 from fxpar.graph.pipeline_ops import MESSAGES
-from fxpar.passes.order.bucket_collectives import join_buckets
-from fxpar.passes.order.delay_work import delay, is_pure
-from fxpar.passes.order.joinable_collectives import (
+from fxpar.passes.order.bucket_collectives import (
     LARGEST,
     Joinable,
     from_inputs,
+    join_buckets,
 )
-from fxpar.passes.order.sink_waits import (
+from fxpar.passes.order.delay_work import (
     WAIT,
+    delay,
     hoist,
     is_chunk,
+    is_pure,
     is_write,
     needed,
     sink,

@@ -25,6 +25,7 @@ input, or one with a gradient; AOTAutograd makes these.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,13 +49,15 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
-_PLANS: list[Plan] = []
+# The last ones: a program may be compiled again and again.
+_PLANS = deque[Plan](maxlen=1000)
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def plans() -> list[Plan]:
-    """Return the plans that the fxpar backend made in this process, in order."""
+    """Return the plans that the fxpar backend made in this process, in order; of very
+    many the last."""
     return list(_PLANS)
 
 

@@ -27,7 +27,7 @@ from fxpar.passes import own_shard
 from fxpar.passes.decompose import op_by_op
 from fxpar.passes.moved_rows import bound_exchange
 from fxpar.passes.normalize.random import BY_INDEX
-from fxpar.passes.order.joinable_collectives import LARGEST, whole_bytes
+from fxpar.passes.order.bucket_collectives import LARGEST, whole_bytes
 from fxpar.passes.rank_sizes import is_size, restate
 from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding import rank_ints

@@ -30,8 +30,8 @@ from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.region_op import facts_of, provider_of
 from fxpar.fusion.kernels.run_kernels import device_of
+from fxpar.fusion.node_legality import inline
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.verbs import fuse_nodes
 from fxpar.graph.builder import copy_of
 from fxpar.graph.custom_ops import group_of_call
 from fxpar.passes import localize as local_graphs
@@ -116,7 +116,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
     if not state.schedule or state.open:
         return graph
     if any(line.verb == "fuse" for line in state.schedule.lines):
-        fuse_nodes.inline(after)
+        inline(after)
     return after
 
 
@@ -158,8 +158,9 @@ def bind(graph: fx.Graph, state: RankState) -> fx.Graph:
 
 def put_writes(graph: fx.Graph, state: RankState) -> None:
     """Turn the last results into writes to inputs, and keep values read after them."""
-    phase = "update" if state.request.step else None
-    writes_as_results.put(graph, state.writes, phase)
+    if state.writes:
+        phase = "update" if state.request.step else None
+        writes_as_results.put(graph, state.writes, phase)
     writes_as_results.keep_read(graph, state.copied)
 
 

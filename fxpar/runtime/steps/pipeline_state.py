@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.fusion.choose_schedule import SimulatedRun
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.schedule_attempts import SimulatedRun
 from fxpar.graph.builder import Builder
 from fxpar.graph.size_nodes import at_hints
 from fxpar.passes.order.order_collectives import PhaseGraph

@@ -89,7 +89,7 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     if isinstance(request.mode, Plan):
         state.plan_with_schedule = _follow(state, request.mode)
         return
-    if not request.meshes:
+    if not request.meshes and request.mesh.can_be_cut:
         request = _on(state, refine(state.program, request))
     mode = request.mode
     if not (request.cached and plan_store.is_on() and isinstance(mode, SearchOptions)):
@@ -234,8 +234,11 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     request = state.request
     if state.recalled is None and (request.meshes or state.decision is None):
         with stage(SEARCH if _is_searched(request) else PLAN), old_objects_kept():
-            parts = parts_of(request)
-            state.decision, state.request = choose(state.program, request, parts)
+            if request.meshes or _is_searched(request):
+                parts = parts_of(request)
+                state.decision, state.request = choose(state.program, request, parts)
+            else:
+                state.decision = decide_on(state.program, request)
             if state.open_shares and _is_searched(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)
@@ -326,10 +329,11 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
 
 def split_batch(graph: fx.Graph, state: JointState) -> None:
     """Keep a batch as a dim if its axes do not divide it or its sequence is split."""
-    if state.open:  # a plan may split open sizes only where the axes divide them
-        return
     mesh = state.request.mesh
     axes, along, unequal = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+    # A plan may split open sizes only where the axes divide them.
+    if state.open or not (axes or along):
+        return
     can_split = partial(shard_sizes.can_split, even=state.request.pipeline is not None)
 
     def splits(rows: int, next_size: int) -> bool:

@@ -6,24 +6,27 @@ priced: resharding the operands, resharding the result to its value's spec, and 
 own work, which an unused axis leaves undivided. Two rules come before the price: an
 axis that came from the dim of experts stays on the factor it splits there, so rows go
 to their experts; else one that came from a batch dim does, so data parallelism gathers
-parameters and never the batch (ZeRO; GSPMD section 5). Never: changes specs of values,
-or the graph.
+parameters and never the batch (ZeRO; GSPMD section 5).
+
+``lie_as_read``, ``make_as_read``. In: the strategies, and the spec each value settles
+in. Out: both, changed: an input whose layout the plan chooses is fed in the one that
+its reader reads; of values made of constants alone, such as positions that count up and
+masks of them, a rank computes the part that it reads, or the whole. Never: changes the
+graph.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, MutableSequence, Sequence
 from functools import cached_property
 
-from fxpar.sharding.constant_values import constants_of
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import Work, seconds, work_alone
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.at_rest import can_rest_as_read, derived, resting
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price_of
 from fxpar.sharding.shift_messages import messages_of
@@ -35,13 +38,18 @@ _JOINT = 64
 
 
 def choose(
-    program: Program, state: State, mesh: Mesh, hardware: Hardware
+    program: Program,
+    state: State,
+    fed: Collection[int],
+    mesh: Mesh,
+    hardware: Hardware,
 ) -> list[Strategy]:
-    """Return a strategy per op; ``hardware``, and the links of ``mesh``, price ties."""
+    """Return a strategy per op; ``hardware``, and the links of ``mesh``, price ties.
+    ``fed``: inputs that are fed as they are read."""
     specs = [state.spec(v.index) for v in program.values]
-    weights = derived(program, resting(program))
+    weights = program.of_sharded
     # A value that is fed, or made, in the layout in which it is read needs no reshard.
-    open_ = constants_of(program) | can_rest_as_read(program, state)
+    open_ = program.constants.union(fed)
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -207,3 +215,80 @@ class _Choice:
             raw_spec = result_spec(op.rule, strategy, i)
             total += price_of(values[v], raw_spec, self.specs[n + i], mesh)
         return total
+
+
+def fed_as_read(program: Program, state: State) -> set[int]:
+    """Return inputs whose layout the plan chooses, that have one reader and no
+    gradient, and whose axes, if any, came from there: no seed contradicts the spec that
+    reader needs."""
+    signature = program.signature
+    of = {out.of for out in signature.outputs}
+    pairs = enumerate(zip(signature.inputs, program.inputs, strict=True))
+    return {
+        v
+        for k, (declared, v) in pairs
+        if v is not None
+        and declared.kind == "input"
+        and declared.at_rest is None
+        and declared.use is None
+        and k not in of
+        and len(program.uses[v]) == 1
+        and v not in program.returned
+        and not any(state.closed[v])
+        and v not in state.whole
+        and all(origin.op is not None for origin in state.origins[v].values())
+    }
+
+
+def lie_as_read(
+    program: Program,
+    inputs: Collection[int],
+    strategies: Sequence[Strategy],
+    settled: list[Spec],
+) -> None:
+    """Settle each input in the spec in which its one reader reads it. Changes
+    ``settled``."""
+    for v in inputs:
+        ((reader, i),) = program.uses[v]
+        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
+        settled[v] = need.without_partial()
+
+
+def make_as_read(
+    program: Program,
+    strategies: MutableSequence[Strategy],
+    settled: MutableSequence[Spec],
+    mesh: Mesh,
+) -> None:
+    """Give each constant value the spec in which it is read: split where all readers
+    agree, else whole, of which any part is a slice. Changes both lists."""
+    constants = program.constants
+    outputs = set(program.outputs)
+    for op in reversed(program.ops):
+        if len(op.results) != 1 or not constants.issuperset(op.results):
+            continue
+        (v,) = op.results
+        reads = {
+            operand_spec(program.ops[reader].rule, strategies[reader], i)
+            for reader, i in program.uses[v]
+        }
+        reads = {spec.without_partial() for spec in reads}
+        if v in outputs:
+            reads.add(settled[v])
+        whole = Spec.whole(len(program.values[v].shape))
+        need = reads.pop() if len(reads) == 1 else whole
+        strategy = _strategy_for(op, need, mesh)
+        if strategy is None:
+            need, strategy = whole, Strategy(op.rule.pinned)
+        strategies[op.index], settled[v] = strategy, need
+
+
+def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
+    """Return the strategy by which an op makes its result in a spec; None if there is
+    none."""
+    rule = op.rule
+    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
+    strategy = Strategy((*rule.pinned, *axes_of.items()))
+    if result_spec(rule, strategy, 0) != spec or rule.whole.intersection(axes_of):
+        return None
+    return strategy if fits(rule, axes_of, mesh) else None

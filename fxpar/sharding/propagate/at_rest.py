@@ -6,9 +6,9 @@ axes that hints or a plan give, then every axis that is left over, on the dim it
 best (ZeRO-3, FSDP). ``settle_at_rest`` is the planner's side: axes that a parameter has
 at rest only (the batch uses them elsewhere) stay on values computed from parameters
 alone (casts, weight norms) and on values computed from a gradient alone, so that a cast
-comes before its gather and a reduce-scatter is one step. ``lie_as_read`` gives an input
-of open layout the one in which it is read. ``exchanged_notes`` notes parameters whose
-layout does not suit the program. Never: lets such an axis pass on to activations.
+comes before its gather and a reduce-scatter is one step. ``exchanged_notes`` notes
+parameters whose layout does not suit the program. Never: lets such an axis pass on to
+activations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
-from fxpar.sharding.propagate.propagation import Propagation, State
+from fxpar.sharding.propagate.propagation import Propagation
 from fxpar.sharding.reshard.route import Edges
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import (
-    Strategy,
-    operand_spec,
-)
 
 # One in this many numbers may be whole on every rank, so that all shards are equal, or
 # that a parameter has the layout in which it is used.
@@ -108,7 +104,7 @@ def is_worth_chunks(arguments: Collection[tuple[Any, ...]]) -> bool:
 def settle_at_rest(engine: Propagation) -> None:
     """Give parameters, and values made of them alone, the axes they have at rest."""
     program = engine.program
-    seeds, parameters = [], resting(program)
+    seeds, parameters = [], program.sharded
     for declared, v in program.tensor_inputs:
         if v in parameters and declared.at_rest is not None:
             seeds.append((v, declared.at_rest, f"{declared.name} at rest"))
@@ -118,72 +114,15 @@ def settle_at_rest(engine: Propagation) -> None:
             gradients.add(v)
             seeds.append((v, out.at_rest, f"gradient of {out.name} at rest"))
     if seeds:
-        among = {*derived(program, parameters), *alone(program, gradients)}
+        among = {*program.of_sharded, *alone(program, gradients)}
         engine.extend(seeds, among)
-
-
-def can_rest_as_read(program: Program, state: State) -> set[int]:
-    """Return inputs whose layout the plan chooses, that have one reader and no
-    gradient, and whose axes, if any, came from there: no seed contradicts the spec that
-    reader needs."""
-    signature = program.signature
-    of = {out.of for out in signature.outputs}
-    pairs = enumerate(zip(signature.inputs, program.inputs, strict=True))
-    return {
-        v
-        for k, (declared, v) in pairs
-        if v is not None
-        and declared.kind == "input"
-        and declared.at_rest is None
-        and declared.use is None
-        and k not in of
-        and len(program.uses[v]) == 1
-        and v not in program.returned
-        and not any(state.closed[v])
-        and v not in state.whole
-        and all(origin.op is not None for origin in state.origins[v].values())
-    }
-
-
-def lie_as_read(
-    program: Program,
-    inputs: Collection[int],
-    strategies: Sequence[Strategy],
-    settled: list[Spec],
-) -> None:
-    """Settle each input in the spec in which its one reader reads it. Changes
-    ``settled``."""
-    for v in inputs:
-        ((reader, i),) = program.uses[v]
-        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
-        settled[v] = need.without_partial()
-
-
-def resting(program: Program) -> set[int]:
-    """Return values of the parameters of which each rank holds a part."""
-    return {
-        v
-        for declared, v in program.tensor_inputs
-        if declared.kind == "parameter" and declared.is_sharded
-    }
-
-
-def derived(program: Program, roots: Collection[int]) -> dict[int, frozenset[int]]:
-    """Return ``roots`` and the values computed from them alone, each with the roots it
-    is computed from."""
-    values = {v: frozenset({v}) for v in roots}
-    for op in program.ops:
-        if op.operands and all(v in values for v in op.operands):
-            of = frozenset[int]().union(*(values[v] for v in op.operands))
-            values.update(dict.fromkeys(op.results, of))
-    return values
 
 
 def exchanged_notes(program: Program, edges: Edges) -> list[str]:
     """Return a note of the parameters that are sharded at rest along other dims than
     this program uses; none if there are no such parameters."""
     names = {v: declared.name for declared, v in program.tensor_inputs}
-    roots = derived(program, resting(program))
+    roots = program.of_sharded
     exchanged: dict[tuple[int, Spec], None] = {}
     for x in edges.reshards:
         before, after = (
@@ -204,35 +143,6 @@ def exchanged_notes(program: Program, edges: Edges) -> list[str]:
         "program that read them, a sample or a hint sharded them along other dims than "
         "are used here"
     ]
-
-
-def gathered_again(program: Program) -> set[int]:
-    """Return the values made of parameters, at rest or with an open layout, that
-    forward and backward each gather.
-
-    These are all but the values of parameters that the last reader of the forward and
-    the first of the backward share; readers of vectors alone do not count. Between the
-    two little else is gathered: such values would be dropped and gathered again at once
-    (FSDP2 keeps the parameters of its root gathered for this reason).
-    """
-    parameters = [x for x in program.tensor_inputs if x[0].kind == "parameter"]
-    stored = resting(program) | {v for x, v in parameters if x.at_rest is None}
-    if not stored:
-        return set()
-    roots, backward = derived(program, stored), program.backward
-    large = {v for v in stored if len(program.values[v].shape) > 1} or stored
-    last: frozenset[int] = frozenset()
-    first: frozenset[int] | None = None
-    for op in program.ops:
-        of = frozenset[int]().union(*(roots.get(v, ()) for v in op.operands))
-        if large.isdisjoint(of) or not roots.keys().isdisjoint(op.results):
-            continue
-        if op.index not in backward:
-            last = of
-        elif first is None:
-            first = of
-    still_there = last & (first or frozenset())
-    return {v for v, of in roots.items() if still_there.isdisjoint(of)}
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:

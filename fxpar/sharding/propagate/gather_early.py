@@ -23,7 +23,6 @@ from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program, is_view
-from fxpar.sharding.propagate.at_rest import derived, resting
 from fxpar.sharding.propagate.conventions import TIME
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import connect, price_of, reshard_seconds
@@ -85,7 +84,7 @@ def _sums(
     compute on each rank."""
     lookups, products = dict[int, float](), dict[int, float]()
     inputs, values = program.tensor_inputs, program.values
-    parameters = derived(program, {v for x, v in inputs if x.kind == "parameter"})
+    parameters = program.derived({v for x, v in inputs if x.kind == "parameter"})
     for op in program.ops:
         strategy, is_lookup = strategies[op.index], op_facts_of(op.target).gathers
         is_product = (len(op.operands), len(op.results)) == (2, 1)
@@ -175,7 +174,7 @@ def gather_before_views(
     """Gather a parameter before its view if the view is only read gathered, so that it
     is sent once for all its views. A value that is repeated (key heads, for the query
     heads that share one) is gathered before, too. Changes both lists."""
-    ours, repeating = derived(program, resting(program)), _repeating(program)
+    ours, repeating = program.of_sharded, _repeating(program)
     for op in reversed(program.ops):
         view = is_view(op) and op.operands[0] in ours
         if not view and op.index not in repeating:

@@ -37,7 +37,6 @@ from fxpar.sharding.cost.program_kernels import NEVER, ProgramKernels, kernels_o
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Output, Program, is_view
-from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
@@ -147,9 +146,9 @@ class ProblemBuilder:
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward each gather for themselves.
-        self.gathered_twice: set[int] = set()
+        self.gathered_twice = frozenset[int]()
         if not facts.keep_gathered:
-            self.gathered_twice = gathered_again(program)
+            self.gathered_twice = program.gathered_again
         if facts.parts is None:
             self.kernels = kernels_of(program, self.gathered_twice)
         else:

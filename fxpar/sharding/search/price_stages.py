@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import fx
 
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost import collectives
@@ -361,6 +362,7 @@ class StageChain:
             and op.index not in self.late
             and op.index not in self.update
         ]
+        self.nodes = [program.ops[i].node for i in self.ops]
         self.length = len(self.ops)
         self.at: dict[int, int] = {op: i for i, op in enumerate(self.ops)}
         self.in_row = frozenset(self.ops)
@@ -450,17 +452,20 @@ class StageChain:
                     changes[last[v] + 1] -= nbytes
         return list(itertools.accumulate(changes[:-1]))
 
-    def between_ops(self, crossing: Sequence[float], count: int) -> list[float]:
-        """Return ``crossing`` with inf inside of one op of the user's, if enough cuts
-        are left."""
-        numbers = [self.program.ops[i].node.meta.get("seq_nr") for i in self.ops]
-        pairs = zip(crossing, numbers, [None, *numbers], strict=False)
-        out = [
-            math.inf if number is not None and number == before else cost
-            for cost, number, before in pairs
-        ]
-        enough = sum(map(math.isfinite, out[1:])) >= count - 1
-        return out if enough else list(crossing)
+
+def between_ops(
+    nodes: Sequence[fx.Node], crossing: Sequence[float], count: int
+) -> list[float]:
+    """Return the cost of each crossing into a node, inf inside of one op of the user's,
+    if enough cuts are left for ``count`` stages."""
+    numbers = [node.meta.get("seq_nr") for node in nodes]
+    pairs = zip(crossing, numbers, [None, *numbers], strict=False)
+    out = [
+        math.inf if number is not None and number == before else cost
+        for cost, number, before in pairs
+    ]
+    enough = sum(map(math.isfinite, out[1:])) >= count - 1
+    return out if enough else list(crossing)
 
 
 # The place of ops of no stage: the update of a training step.
@@ -533,7 +538,7 @@ def price_stages(
     rows = schedules.rows_of(schedule, pipeline.places, parts.count, trains=trains)
     flying = list(map(_in_flight, rows))
     memory = stage_memory(result, chain, places, flying, budget)
-    crossing, pins = chain.between_ops(crossing, count), chain.pins(pinned or {})
+    crossing, pins = between_ops(chain.nodes, crossing, count), chain.pins(pinned or {})
     speeds = pipeline.speeds(places)
     cuts = cut_chain(total, crossing, count, parts.count, pins, memory, speeds)
     cuts = cuts or cut_chain(total, crossing, count, parts.count, pins, None, speeds)

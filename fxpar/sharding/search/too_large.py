@@ -22,7 +22,6 @@ from fxpar.errors import TooLargeError
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 from fxpar.units import short_bytes, short_place, sizes_as_text
@@ -39,7 +38,7 @@ def whole_entries(
 ) -> list[Entry]:
     """Return the entries of the whole batch. ``shared``: as
     ``PartProgram.whole_kernels``."""
-    gathered = set() if keep_gathered else gathered_again(program)
+    gathered = set() if keep_gathered else program.gathered_again
     key, shared = frozenset(gathered), {} if shared is None else shared
     if key not in shared:
         shared[key] = kernels_of(program, gathered)

@@ -25,11 +25,10 @@ Computing 8, 2012).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,9 +48,6 @@ class Priced:
     bound: float  # the best bound so far: no choice within memory costs less
     choice: np.ndarray | None  # the cheapest that fits among those met, or None
     cost: float  # cost of that choice; infinite if there is none
-    # Of ``generate`` all allowed decodings, by cost at these prices, those that fit and
-    # those that do not in turn.
-    decodings: list[np.ndarray] = field(default_factory=list)
 
 
 def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
@@ -139,20 +135,6 @@ def raise_prices(
     return best
 
 
-def in_turn(
-    flat: Flat, prices: np.ndarray, decodings: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """Return choices, cheapest at the prices first: one that fits and one that does not
-    in turn."""
-    order: tuple[list, list] = ([], [])
-    for number, choice in enumerate(decodings):
-        used = usage_of(flat, choice)
-        value = cost_of(flat, choice) + float(prices @ used)
-        order[fits(flat, used)].append((value, number))
-    turns = itertools.zip_longest(sorted(order[True]), sorted(order[False]))
-    return [decodings[item[1]] for turn in turns for item in turn if item is not None]
-
-
 def _ceiling(flat: Flat) -> float:
     """Return more than any allowed choice costs."""
     allowed = flat.pool[np.isfinite(flat.pool)]
@@ -203,9 +185,6 @@ def generate(
             break
         stay = _STAY if idle == 0 else 0.0
         prices = stay * best.prices + (1 - stay) * ahead
-    best.decodings = in_turn(
-        flat, best.prices, [choice for choice, _, _ in decodings.values()]
-    )
     return best
 
 

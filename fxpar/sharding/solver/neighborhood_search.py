@@ -30,8 +30,6 @@ _FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
 _SHARES = (0.2, 0.35, 0.6, 1.0)
 # Seconds of work of a node or edge in a window.
 _RESTRICT = 1.4e-5
-# The most choices that are combined with the best one.
-_COMBINED = 4
 
 
 def improve(
@@ -115,18 +113,6 @@ def around(
             break
         target *= 3
     return best
-
-
-def combine(
-    flat: Flat, choice: np.ndarray, other_choices: Sequence[np.ndarray], deadline: float
-) -> np.ndarray | None:
-    """Return the best choice met in which every node does as in ``choice`` or in one of
-    the first few of ``other_choices``; None if none fits and is better."""
-    keep = np.zeros(len(flat.unary), bool)
-    for option in [choice, *other_choices[:_COMBINED]]:
-        keep[flat.at[:-1] + option] = True
-    combined, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
-    return combined
 
 
 def solve_window(

@@ -186,8 +186,6 @@ _PROGRAM = 250_000
 _REPEATS = 0.6
 # With at most this many variables, solving again is as quick as a short cut.
 _SMALL = 20_000
-# The most choices met with tied nodes as one that are mixed.
-_MIXED = 6
 
 
 def solve(
@@ -332,9 +330,8 @@ def solve_tied(problem: Problem, seconds: float, tolerance: float) -> Solution:
 
 
 def _layered(search: Search, net: Network) -> None:
-    """Solve with tied nodes as one, which is small, and give all nodes its answer;
-    under a limit, mix the choices met at the ends of its prices; then bound the whole
-    problem."""
+    """Solve with tied nodes as one, which is small, and give all nodes its answer; then
+    bound the whole problem, under a limit from the prices found so."""
     small, to = tie(search.problem)
     limited = len(net.room) > 0
     try:
@@ -347,7 +344,7 @@ def _layered(search: Search, net: Network) -> None:
     search.note("layers as one")
     if search.choice is None:
         return
-    prices = _mixed(search, net, small, to, tied_solution.prices) if limited else ()
+    prices = _tied_prices(search, small, tied_solution.prices) if limited else ()
     reduce(net, work_clock.now() + 0.3 * search.seconds_left())
     flat = Flat(net)
     search.note("reduce")
@@ -420,15 +417,11 @@ def pass_pruned(
     return np.array(net.expand(core_choice), np.int64), bound
 
 
-def _mixed(
-    search: Search,
-    net: Network,
-    small: Problem,
-    to: Sequence[int],
-    prices: Sequence[tuple[int, float]],
+def _tied_prices(
+    search: Search, small: Problem, prices: Sequence[tuple[int, float]]
 ) -> tuple[tuple[int, float], ...]:
-    """Offer the best combination of choices met with tied nodes as one, and return the
-    prices found there: at one price layers are all one way or all the other."""
+    """Return the prices that are best with tied nodes as one, from those found there
+    first."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = Flat(core)
@@ -436,18 +429,7 @@ def _mixed(
         return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
     priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
-    flat = Flat(net)
-    mixtures = []
-    for choice in priced.decodings[:_MIXED]:
-        wide = core.expand(choice_by_node(tied, choice))
-        mixtures.append(project(net, flat, [wide[k] for k in to]))
-    best = inside(search, net, flat)
-    if best is not None:
-        until = work_clock.now() + 0.15 * search.seconds_left()
-        offer(
-            search, net, flat, neighborhood_search.combine(flat, best, mixtures, until)
-        )
-    search.note("layers mixed")
+    search.note("prices of layers as one")
     return lagrangian.prices_by_moment(tied, priced.prices)
 
 

@@ -18,7 +18,7 @@ from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.region_program import op_name
-from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.order.delay_work import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
 from tests.helpers.kernels.shared_memory import shared_files

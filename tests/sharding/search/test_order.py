@@ -17,8 +17,8 @@ import fxpar
 import fxpar.planning
 from fxpar.errors import PlanError
 from fxpar.passes.localize import insert_reshards, localize
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import BUILT_IN
 from fxpar.sharding.reshard.route import connect
