@@ -321,8 +321,9 @@ class TracedCall:
 
         def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
             if isinstance(x, DTensor):  # the global value, as programs read it
-                how = {"dtype": x.dtype, "device": x.device}
-                fake_tensor = torch.empty_strided(x.shape, x.stride(), **how)
+                fake_tensor = torch.empty_strided(
+                    x.shape, x.stride(), dtype=x.dtype, device=x.device
+                )
             else:
                 fake_tensor = _torch.fake.as_fake(x, mode)
             differs = x.is_floating_point() or x.is_complex()
