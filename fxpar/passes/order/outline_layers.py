@@ -42,7 +42,7 @@ from fxpar.layers import (
     with_reads,
 )
 from fxpar.passes.order.delay_work import WAIT, is_chunk
-from fxpar.sharding.cost.op import is_view, tensors_in
+from fxpar.sharding.cost.op import bytes_of, is_view, tensors_in
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -93,11 +93,15 @@ def outline_layers(graph: fx.Graph, *, even: bool = True) -> int:
 
 
 def _is_update(segment: LayerSegment) -> bool:
-    """Return whether all results of a segment are written to memory of the outer graph:
-    those of a body would be copied there, where a kernel outside writes in place."""
-    inside = set(segment.nodes)
-    readers = (user for node in segment.nodes for user in node.users)
-    return all(user in inside or user.target is aten.copy_.default for user in readers)
+    """Return whether most bytes of a segment's results are written to memory of the
+    outer graph: those of a body would be copied there, where a kernel outside writes in
+    place."""
+    inside, bytes_to = set(segment.nodes), {True: 0, False: 0}
+    for result in segment.results:
+        readers = result.users.keys() - inside
+        is_written = all(user.target is aten.copy_.default for user in readers)
+        bytes_to[is_written] += bytes_of(result)
+    return bytes_to[True] > bytes_to[False]
 
 
 def _has_only_tensors(segment: LayerSegment) -> bool:
