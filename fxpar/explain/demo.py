@@ -131,6 +131,8 @@ def _environment(
         out["TORCH_COMPILE_DISABLE"] = "1"
     if mesh:
         out["FXPAR_MESH"] = mesh
+        if ranks > cores:
+            out.setdefault("FXPAR_HARDWARE", f"cpu:{cores}")
     if codegen:
         out["FXPAR_CODEGEN"] = codegen
     # The children import this very fxpar, installed or not.
