@@ -17,8 +17,10 @@ from torch.utils.checkpoint import (
 )
 
 from tests.helpers import models
+from tests.helpers.patched import needs_patches
 from tests.helpers.traced_graphs import LAYERS, WIDTH, chain, check
 
+pytestmark = needs_patches
 Tensor = torch.Tensor
 
 SLOW = [
