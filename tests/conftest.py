@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import interpreter
+from tests.helpers import interpreter, processes
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    processes.collect_rarely()
     path = config.getoption("--failures")
     if path and not hasattr(config, "workerinput"):  # one process writes for all
         config.pluginmanager.register(Failures(path))
