@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import interpreter, processes
+from tests.helpers.spawn import forget_plans
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,14 @@ def propagated() -> Iterator[None]:
         patch.setenv("FXPAR_PLAN", "propagate")
         patch.setenv("FXPAR_SCHEDULE", "none")
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans_of_a_module() -> Iterator[None]:
+    """No module's plans and graphs are kept for the next, so that Python has less to
+    look through."""
+    yield
+    forget_plans()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

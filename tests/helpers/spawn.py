@@ -257,11 +257,7 @@ class _Worker:
                     return message
             raise
         finally:
-            if "torch._dynamo" in sys.modules:
-                self.torch._dynamo.reset()
-            # A thousand plans are a million objects, which Python looks through.
-            if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
-                graphs._PLANS.clear()
+            forget_plans()
 
     def _join(self, world: int, life: int) -> None:
         if self.life == life:
@@ -277,6 +273,15 @@ class _Worker:
             timeout=timedelta(seconds=60),
         )
         self.life = life
+
+
+def forget_plans() -> None:
+    """Drop what this process compiled: a thousand plans are a million objects, which
+    Python looks through."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
+        graphs._PLANS.clear()
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
