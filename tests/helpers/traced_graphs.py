@@ -19,7 +19,7 @@ from fxpar.passes.repeated_segments import repeated_segments
 
 Tensor = torch.Tensor
 
-LAYERS, WIDTH = 3, 8
+LAYERS, WIDTH = 4, 8
 
 
 class Captured(Exception):
