@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import interpreter, processes
-from tests.helpers.spawn import forget_plans
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def _plans_of_a_module() -> Iterator[None]:
     """No module's plans and graphs are kept for the next, so that Python has less to
     look through."""
     yield
-    forget_plans()
+    processes.forget_plans()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

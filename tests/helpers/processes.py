@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,15 @@ def collect_rarely() -> None:
     """Let Python look for garbage more rarely: it would look through a million objects
     of torch again and again, for a sixth of the time of the tests."""
     gc.set_threshold(10_000, 20, 50)
+
+
+def forget_plans() -> None:
+    """Drop what this process compiled: a thousand plans are a million objects, which
+    Python looks through."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
+        graphs._PLANS.clear()
 
 
 class RankError(AssertionError):

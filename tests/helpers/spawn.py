@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from tests.helpers.processes import (
     RankError,
     end,
     environment,
+    forget_plans,
     host_store,
     log,
     of_the_test,
@@ -273,15 +273,6 @@ class _Worker:
             timeout=timedelta(seconds=60),
         )
         self.life = life
-
-
-def forget_plans() -> None:
-    """Drop what this process compiled: a thousand plans are a million objects, which
-    Python looks through."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
-    if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
-        graphs._PLANS.clear()
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
