@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import interpreter
+from tests.helpers import interpreter, processes
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,14 @@ def propagated() -> Iterator[None]:
         patch.setenv("FXPAR_PLAN", "propagate")
         patch.setenv("FXPAR_SCHEDULE", "none")
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans_of_a_module() -> Iterator[None]:
+    """No module's plans and graphs are kept for the next, so that Python has less to
+    look through."""
+    yield
+    processes.forget_plans()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +63,7 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    processes.collect_rarely()
     path = config.getoption("--failures")
     if path and not hasattr(config, "workerinput"):  # one process writes for all
         config.pluginmanager.register(Failures(path))

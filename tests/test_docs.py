@@ -43,39 +43,46 @@ def test_the_options_are_all_listed() -> None:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_env_variables_exist(page: Path) -> None:
+def on_pages(pattern: str) -> list[tuple[str, str]]:
+    """(page, text) of what is found on all pages."""
+    return [
+        (name(page), text)
+        for page in PAGES
+        for text in re.findall(pattern, page.read_text(), re.M)
+    ]
+
+
+def test_env_variables_exist() -> None:
     from fxpar import config
 
-    for variable in set(re.findall(r"\bFXPAR_[A-Z_]+\b", page.read_text())):
-        assert variable in config.table(), f"{name(page)} names {variable}"
+    known = config.table()
+    unknown = [x for x in on_pages(r"\bFXPAR_[A-Z_]+\b") if x[1] not in known]
+    assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_make_targets_exist(page: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.M):
-        assert re.search(rf"^{target}:", makefile, re.M), f"{name(page)}: {target}"
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    found = on_pages(r"(?:^|`)make ([a-z][\w-]*)")
+    assert [x for x in found if x[1] not in targets] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_exist(page: Path) -> None:
+def test_commands_exist() -> None:
     from fxpar.__main__ import parser
 
-    usage = parser().format_help()
-    for command in re.findall(r"python -m fxpar ([a-z]+)", page.read_text()):
-        assert re.search(rf"\b{command}\b", usage), f"{name(page)}: {command}"
+    usage = re.findall(r"\w+", parser().format_help())
+    found = on_pages(r"python -m fxpar ([a-z]+)")
+    assert [x for x in found if x[1] not in usage] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_resolve(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", without_comments(page.read_text()), flags=re.S)
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
-        path, _, anchor = link.partition("#")
-        if "://" not in link:
-            target = page.parent / path if path else page
-            assert target.exists(), f"{name(page)} links to {link}"
-            assert not anchor or anchor in anchors(target), f"{name(page)}: {link}"
+def test_links_resolve() -> None:
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", without_comments(page.read_text()), flags=re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+            path, _, anchor = link.partition("#")
+            if "://" not in link:
+                target = page.parent / path if path else page
+                assert target.exists(), f"{name(page)} links to {link}"
+                assert not anchor or anchor in anchors(target), f"{name(page)}: {link}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -88,20 +95,21 @@ def anchors(page: Path) -> set[str]:
 NOT_OURS = {"train.py", "file.py", "allreduce_rms_fusion.py"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_modules_that_are_named_exist(page: Path) -> None:
+def test_modules_that_are_named_exist() -> None:
     folders = ("fxpar", "tests", "benchmarks", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    for text in re.findall(r"`([\w/]+\.py)[^`\n]*`", prose):
-        ours = any(f"/{name(file)}".endswith(f"/{text}") for file in files)
-        assert ours or text in NOT_OURS, f"{name(page)} names {text}"
+    ours = [f"/{name(file)}" for file in files]
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for text in re.findall(r"`([\w/]+\.py)[^`\n]*`", prose):
+            is_ours = any(file.endswith(f"/{text}") for file in ours)
+            assert is_ours or text in NOT_OURS, f"{name(page)} names {text}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_python_code_parses(page: Path) -> None:
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        ast.parse(code)
+def test_python_code_parses() -> None:
+    for page in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            ast.parse(code, filename=name(page))
 
 
 MARKED = re.compile(

@@ -138,7 +138,8 @@ def check_that_the_stage_is_named(victim: int, end: str, stages: int = 2) -> Non
     within the group's timeout, and all say which stage it is, also those that fail
     since another has."""
     arguments, mesh = (str(victim), end, str(stages)), f"pp={stages}"
-    ranks = run_script(IN_STAGE, *arguments, ranks=stages, env={"FXPAR_MESH": mesh})
+    environment = {"FXPAR_MESH": mesh}
+    ranks = run_script(IN_STAGE, *arguments, ranks=stages, fork=True, env=environment)
     dead = ranks.pop(victim)
     assert dead.code == (1 if end == "raises" else 7)
     assert ("of this stage alone" in dead.output) == (end == "raises")

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.spawn import Pool
-
 
 def is_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,7 +48,10 @@ def run_interpreted(fn: Callable[..., Any], *args: Any, seconds: float = 600.0) 
 
 
 @functools.cache
-def _pool() -> Pool:
+def _pool() -> Any:
+    # Imports torch, which pytest's own process, that has no tests, need not wait for.
+    from tests.helpers.spawn import Pool
+
     pool = Pool(1, env={"TRITON_INTERPRET": "1"}, group=False)
     atexit.register(pool.close)
     return pool

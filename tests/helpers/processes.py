@@ -4,10 +4,12 @@ fxpar, since those imports cost seconds; what they print, and how they end."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +18,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a rank's output shown when it fails
-# What forks have imported when they start; what is not installed is left out.
-IMPORTED = [
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "fxpar.backend",
-    "numba",
-    "scipy.optimize",
-    "transformers.models.llama.modeling_llama",
-]
-
 Process = subprocess.Popen | multiprocessing.Process
+
+
+def collect_rarely() -> None:
+    """Let Python look for garbage more rarely: it would look through a million objects
+    of torch again and again, for a sixth of the time of the tests."""
+    gc.set_threshold(10_000, 20, 50)
+
+
+def forget_plans() -> None:
+    """Drop what this process compiled: a thousand plans are a million objects, which
+    Python looks through."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
+        graphs._PLANS.clear()
 
 
 class RankError(AssertionError):
@@ -43,7 +50,7 @@ def start(
     """A fork, or else a new interpreter, that calls ``fn(*args)`` with these variables
     and prints to ``log``."""
     context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(["tests.helpers.prepared"])
     process = context.Process(target=_call, args=(fn, log.name, dict(env), args))
     with variables(env):  # of an interpreter that may start
         process.start()
@@ -53,6 +60,7 @@ def start(
 def _call(
     fn: Callable[..., Any], output: str, env: Mapping[str, str], args: Sequence[Any]
 ) -> None:
+    collect_rarely()
     os.setsid()  # an interrupt is for the process that started it
     os.chdir(ROOT)
     os.environ.clear()

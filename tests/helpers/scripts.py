@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,8 @@ def _run_main(command: list[str]) -> None:
             sys.path.insert(0, str(Path(command[0]).parent))
             runpy.run_path(command[0], run_name="__main__")
         else:
-            exec(compile(command[0], "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(command[0], "<string>", "exec"), main.__dict__)
     except Exception as error:
         failed, trace = True, error.__traceback__
         while trace is not None and trace.tb_frame.f_globals["__name__"] != "__main__":

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from tests.helpers.processes import (
     RankError,
     end,
     environment,
+    forget_plans,
     host_store,
     log,
     of_the_test,
@@ -257,11 +257,7 @@ class _Worker:
                     return message
             raise
         finally:
-            if "torch._dynamo" in sys.modules:
-                self.torch._dynamo.reset()
-            # A thousand plans are a million objects, which Python looks through.
-            if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
-                graphs._PLANS.clear()
+            forget_plans()
 
     def _join(self, world: int, life: int) -> None:
         if self.life == life:

@@ -79,7 +79,7 @@ def test_slices_equal_what_inductor_draws_on_one_device() -> None:
             torch.testing.assert_close(
                 y, x, rtol=0 if exact else RANDN_ULP, atol=0 if exact else 1e-7
             )
-        if size in (SLICES[0][0], SLICES[2][0]):  # each compiles anew
+        if size == SLICES[0][0]:  # each compiles anew
             for x, y in zip(expected, compiled(seeds, size, at), strict=True):
                 assert torch.equal(x, y)
 

@@ -302,8 +302,9 @@ def test_a_scan_of_rows_that_axes_divide_halves_to_others(
     assert sent(plan, "dp=2,tp=2") <= 2 * 2 * A_LEVEL * 4 * 4 * 8
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("shape", [(13,), (2, 21), (2, 21, 2)])
+@pytest.mark.parametrize(
+    ("shape", "reverse"), diagonal([(13,), (2, 21), (2, 21, 2)], [False, True])
+)
 def test_scans_of_any_dim(shape: tuple[int, ...], reverse: bool) -> None:
     dim = min(len(shape) - 1, 1)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -323,10 +321,9 @@ def test_ranks_that_do_not_end_are_ended(capfd) -> None:
     assert "not finished after 0.5 s" in capfd.readouterr().err
 
 
-def test_mesh_and_ranks_must_fit() -> None:
-    command = [sys.executable, "-m", "fxpar", "calibrate", "--mesh", "dp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "cannot read mesh 'dp'" in done.stderr
+def test_mesh_and_ranks_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--mesh", "dp"]) == 1
+    assert "cannot read mesh 'dp'" in capsys.readouterr().err
     with pytest.raises(MeshError, match="has 2 ranks, but 1 process runs"):
         calibrate.calibrate("dp=2", quick=True)
 

@@ -102,9 +102,9 @@ def test_a_function_in_one_block_is_the_function() -> None:
 class Layers(nn.Module):
     """Layers that repeat, with a branch of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -143,7 +143,7 @@ def test_one_rank_alone_goes_through_none(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "is_taken", refuse)
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(8, 16)
+    model, x = Layers(1), torch.randn(8, 16)
     torch.compile(model, backend="fxpar")(x).backward()
     got = [p.grad for p in model.parameters()]
     model.zero_grad()

@@ -358,7 +358,7 @@ def cheapest(mesh: Mesh, source: Spec, shape: tuple[int, ...]) -> dict[Spec, flo
         ("x=4,y=2", 2, None),
         ("x=2,y=6", 2, None),
         ("x=4,y=2", 3, None),
-        ("x=2,y=2,z=2", 2, 16),
+        ("x=2,y=2,z=2", 2, 6),
         pytest.param("x=2,y=4,z=2", 2, 16, marks=pytest.mark.slow),
         ("x=2,y=2,z=2", 3, 4),
     ],

@@ -25,8 +25,8 @@ BATCH, HEADS, ROWS, WIDTH = 2, 4, 256, 64
 
 KERNELS = {
     "flash": (SDPBackend.FLASH_ATTENTION, torch.bfloat16, ()),
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.bfloat16, ON_GPU),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.float32, ON_GPU),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.bfloat16, [ON_GPU]),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.float32, [ON_GPU]),
     "math": (SDPBackend.MATH, torch.float32, ()),
     "by torch": (None, torch.bfloat16, ()),
 }
@@ -92,13 +92,18 @@ def flat(outcome: Any) -> list[Any]:
 
 
 def cases() -> Iterator[Any]:
-    for (name, (*_, marks)), form in itertools.product(KERNELS.items(), FORMS):
-        if (name, form) not in UNSERVED:
-            yield pytest.param(name, form, marks=marks, id=f"{name}-{form.__name__}")
+    """Quick is every form of each kernel at one place; the places take turns."""
+    for k, (name, (*_, marks)) in enumerate(KERNELS.items()):
+        for (f, form), (p, place) in itertools.product(
+            enumerate(FORMS), enumerate(PLACES)
+        ):
+            if (name, form) not in UNSERVED:
+                slow = [pytest.mark.slow] if (k + f + p) % len(PLACES) else []
+                case = f"{name}-{form.__name__}-{place}"
+                yield pytest.param(name, form, place, marks=[*marks, *slow], id=case)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("kernel", "form"), list(cases()))
+@pytest.mark.parametrize(("kernel", "form", "place"), list(cases()))
 def test_kernels(kernel: str, form: Callable[..., Any], place: str) -> None:
     compute_exactly()
     backend, dtype, _ = KERNELS[kernel]

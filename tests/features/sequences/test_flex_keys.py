@@ -95,7 +95,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=slow), True])
 @pytest.mark.parametrize("block, ranks, split", SPLIT)
 def test_keys_count_places_in_the_whole_sequence(
     block: int | None,

@@ -54,7 +54,9 @@ def a_graph(seed: int) -> Any:
     return graph
 
 
-@pytest.mark.parametrize("seeds", [range(150), range(150, 300)])
+@pytest.mark.parametrize(
+    "seeds", [range(150), pytest.param(range(150, 300), marks=pytest.mark.slow)]
+)
 def test_of_all_least_cuts_the_same(seeds: range) -> None:
     finite = 0
     for seed in seeds:

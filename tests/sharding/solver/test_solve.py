@@ -175,7 +175,7 @@ def test_resolve_finds_the_best_with_pins(windows: bool, monkeypatch) -> None:
     if windows:  # the way of large problems
         monkeypatch.setattr(phases, "_SMALL", 0)
     tried = 0
-    for seed in range(1000, 1080):
+    for seed in range(1000, 1040):
         problem = small(seed)
         if brute(problem)[0] == math.inf:
             continue
@@ -193,7 +193,7 @@ def test_resolve_finds_the_best_with_pins(windows: bool, monkeypatch) -> None:
             assert near(found.cost, best), (seed, fixed)
             assert found.bound <= best + 1e-9 * abs(best)
             tried += found.cost > start.cost
-    assert tried > 20
+    assert tried > 10
 
 
 @pytest.mark.slow

@@ -1,0 +1,44 @@
+"""What the process has done that tests fork ranks from: it has imported, traced and
+planned what most of them begin with, for which each would need a second.
+
+Imported once, by Python's fork server; never starts a thread or a process group, or
+asks for a GPU, which its forks could not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from pathlib import Path
+
+from tests.helpers.processes import collect_rarely
+
+IMPORTED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "fxpar.backend",
+    "numba",
+    "scipy.optimize",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+def prepare() -> None:
+    import torch
+    import tqdm
+
+    import fxpar
+
+    tqdm.tqdm.monitor_interval = 0  # forks would lack its thread
+    model, x = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
+    torch._dynamo.reset()
+
+
+collect_rarely()
+for _name in IMPORTED:
+    with contextlib.suppress(ImportError):  # what is not installed is left out
+        importlib.import_module(_name)
+if not Path("/dev/nvidiactl").exists():
+    prepare()
