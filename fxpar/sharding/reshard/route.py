@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis, without, without_stages
+from fxpar.sharding.pipeline_axis import pipeline_axis, without
 from fxpar.sharding.program import Program, Value
 from fxpar.sharding.reshard import all_pairs, one_pair
 from fxpar.sharding.reshard.steps import Step, duration, front, written
@@ -76,10 +76,10 @@ def _route(
     sent: ranks at other places run other steps."""
     route, seconds = one_pair.search(source, target, mesh, shape, itemsize)
     stages = pipeline_axis(mesh)
-    alone = {stages, *unequal_axes}
-    if not alone.isdisjoint((*source.axes, *target.axes)):
+    alone = (*unequal_axes, stages) if stages else unequal_axes
+    if not {*source.axes, *target.axes}.isdisjoint(alone):
         return route, seconds
-    mesh = without(without_stages(mesh), unequal_axes)
+    mesh = without(mesh, alone)
     if all(link == Link() for link in mesh.links):
         return route, seconds
     other = all_pairs.path(source, target, mesh, shape, itemsize)
