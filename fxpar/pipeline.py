@@ -33,7 +33,7 @@ from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.order.bucket_collectives import copy_together
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.hand_over import hand_over
+from fxpar.passes.order.hand_over import hand_over, separate_results
 from fxpar.passes.order.order_collectives import (
     LAST,
     ORDER,
@@ -161,6 +161,11 @@ PHASE = with_features(
         *ORDER,
         Pass("fuse_regions", lowering_steps.fuse_regions),
         *LAST,
+        _always(
+            "separate_results",
+            lambda graph, _: separate_results(graph),
+            setting="is_backward",
+        ),
         _always(
             "hand_over",
             lambda graph, s: hand_over(graph, s.gradients),
