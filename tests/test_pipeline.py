@@ -134,7 +134,8 @@ def test_what_can_be_left_out_is(
     with caplog.at_level(logging.WARNING, "fxpar"):
         pipeline.scheduled(graph, request, plan.result, backward=True)
     run = printed(caplog.text, "plan") + printed(caplog.text, "plan/backward")
-    assert run == [step for step in (*DENSE, *EAGER_PHASE) if step != name]
+    every = *DENSE, *EAGER_PHASE, "separate_results"
+    assert run == [step for step in every if step != name]
 
 
 @pytest.mark.parametrize(
