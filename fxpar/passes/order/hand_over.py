@@ -64,10 +64,10 @@ def _memory_of(node: fx.Node) -> Any:
     """Return a key of the memory that a value shows."""
     if not _is_view(node):
         return node
-    base: Any = node.args[0]
-    whole = base.meta["val"]
-    is_tensor = isinstance(whole, torch.Tensor)
-    if is_tensor and hint_numel(whole) == hint_numel(node.meta["val"]):
+    base = node.all_input_nodes[0]
+    values = [x.meta["val"] for x in (base, node)]
+    are_tensors = all(isinstance(x, torch.Tensor) for x in values)
+    if are_tensors and len({*map(hint_numel, values)}) == 1:
         return _memory_of(base)
     return node.target, _memory_of(base), str(node.args[1:])
 
