@@ -158,8 +158,9 @@ def keep_scales() -> None:
     matches = pattern_matcher._TargetArgsExpr._match
 
     @functools.wraps(matches)
-    def match(self: Any, node: fx.Node, ctx: Any) -> Any:
-        if node.kwargs.get("alpha", 1) != 1 and "alpha" not in self.kwargs:
+    def match(self: Any, node: Any, ctx: Any) -> Any:
+        scale = node.kwargs.get("alpha", 1) if isinstance(node, fx.Node) else 1
+        if scale != 1 and "alpha" not in self.kwargs:
             return pattern_matcher.FailedMatch("a scale: {}", node)
         return matches(self, node, ctx)
 
