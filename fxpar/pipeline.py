@@ -35,7 +35,7 @@ from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.order.copy_buckets import copy_together
 from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.order.forward_backward import as_run
-from fxpar.passes.order.hand_over import hand_over
+from fxpar.passes.order.hand_over import hand_over, separate_results
 from fxpar.passes.order.order_collectives import (
     LAST,
     ORDER,
@@ -162,6 +162,11 @@ PHASE = with_features(
         *ORDER,
         Pass("fuse_regions", lowering_steps.fuse_regions),
         *LAST,
+        _always(
+            "separate_results",
+            lambda graph, _: separate_results(graph),
+            setting="is_backward",
+        ),
         _always(
             "hand_over",
             lambda graph, s: hand_over(graph, s.gradients),

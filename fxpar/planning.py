@@ -74,10 +74,10 @@ def specs_of(
             fix="give one entry per tensor; None leaves it open",
         )
     for spec in specs:
-        if isinstance(spec, str):
+        if isinstance(spec, str) or not isinstance(spec, Spec | Sequence | None):
             raise HintError(
-                f"{name} has the text {spec!r} for a tensor",
-                fix=f"give an entry per dim: ({spec!r}, None)",
+                f"{name} has {spec!r} for a tensor",
+                fix='give an entry per dim: ("dp", None)',
             )
     return [
         spec if spec is None or isinstance(spec, Spec) else Spec(*spec)
@@ -85,9 +85,10 @@ def specs_of(
     ]
 
 
-def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
+def with_all_dims(signature: Signature, graph: fx.Graph, mesh: Mesh) -> Signature:
     """Return the signature with a spec of all dims where one was given: dims left out
-    are not split. Raises HintError if a tensor has fewer dims."""
+    are not split, and a part that is all of an axis is the axis. Raises HintError if a
+    tensor has fewer dims."""
     (output,) = graph.find_nodes(op="output")
 
     def of_all_dims(end: Any, node: Any) -> Any:
@@ -102,7 +103,7 @@ def with_all_dims(signature: Signature, graph: fx.Graph) -> Signature:
             )
         missing = [()] * (len(shape) - len(dims))
         at_rest = Spec.of([*dims, *missing], end.at_rest.partial)
-        return replace(end, at_rest=at_rest)
+        return replace(end, at_rest=at_rest.joined(mesh))
 
     inputs, outputs = (
         tuple(map(of_all_dims, ends, nodes))
@@ -403,7 +404,7 @@ def plan_call(
     signature = read_signature(module.graph, make_input, make_output)
     if not shard:
         signature = _gradients_as_parameters(signature)
-    signature = with_all_dims(signature, module.graph)
+    signature = with_all_dims(signature, module.graph, mesh)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
     request = Request(

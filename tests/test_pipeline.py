@@ -94,7 +94,7 @@ def test_a_prediction_runs_the_steps_of_a_phase() -> None:
     names = [step.name for step in PHASE]
     predicted = [row.name for row in (*ORDER, *LAST)]
     only_compiled = {"fuse_regions", "outline_layers", "copy_together"}
-    only_compiled |= {"hand_over", "compare_places"}
+    only_compiled |= {"separate_results", "hand_over", "compare_places"}
     assert [name for name in names if name not in only_compiled] == predicted
 
 
@@ -134,7 +134,8 @@ def test_what_can_be_left_out_is(
     with caplog.at_level(logging.WARNING, "fxpar"):
         pipeline.scheduled(graph, request, plan.result, backward=True)
     run = printed(caplog.text, "plan") + printed(caplog.text, "plan/backward")
-    assert run == [step for step in (*DENSE, *EAGER_PHASE) if step != name]
+    every = *DENSE, *EAGER_PHASE, "separate_results"
+    assert run == [step for step in every if step != name]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from fxpar._torch.inductor import (
     _local_examples,
     _take_strides,
     decompositions,
+    keep_scales,
     shortcuts,
 )
 from fxpar._torch.loops import calls_rewritten
@@ -275,6 +276,7 @@ def compile_fx(
     from torch._inductor.compile_fx import compile_fx as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
+    keep_scales()
     if joint_pass is None:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
         of_autograd: dict[str, Any] = (

@@ -149,6 +149,26 @@ def shortcuts(phase: str) -> contextlib.ExitStack:
     return stack
 
 
+@functools.cache
+def keep_scales() -> None:
+    """Let no pattern of Inductor leave a scale out: torch (2.13) takes
+    ``add(x, y @ z, alpha=2)`` for ``x + y @ z``, in which nothing is scaled."""
+    from torch._inductor import pattern_matcher
+
+    matches = pattern_matcher._TargetArgsExpr._match
+
+    @functools.wraps(matches)
+    def match(self: Any, node: Any, ctx: Any) -> Any:
+        scale = node.kwargs.get("alpha", 1) if isinstance(node, fx.Node) else 1
+        if scale != 1 and "alpha" not in self.kwargs:
+            return pattern_matcher.FailedMatch("a scale: {}", node)
+        return matches(self, node, ctx)
+
+    pattern_matcher._TargetArgsExpr._match = match  # type: ignore[method-assign]
+    # Code that was cached without this is not taken.
+    torch.compiler.config.cache_key_tag += "scales kept"
+
+
 def _read_after_writes() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a kernel that Inductor loops over anew reads what it
     read: before 2.14 it forgets then that a collective wrote over it, and puts the

@@ -160,12 +160,14 @@ def decide(
     priced = hardware.on(mesh) if hardware is not None else mesh
     on = hardware or lookup(UNNAMED)
     notes: list[str] = []
+    of_batch: Sequence[str] = ()
     for a, b in _ties(program):
         engine.tie(a, b)
     if mode != "replicate":
         seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
-        _seed_all(engine, seeds + _output_seeds(program, mesh), axes, notes)
+        given = seeds + _output_seeds(program, mesh)
+        of_batch = _seed_all(engine, given, axes, notes)
         split = tuple(a for a in axes if mesh.sizes[a] > 1)
         for target in {str(op.target) for op in program.ops} & SEEDING.keys():
             SEEDING[target](engine, split, priced, on)
@@ -188,7 +190,7 @@ def decide(
     make_as_read(program, strategies, settled, mesh)
     lie_as_read(program, fed, strategies, settled)
     edges = connect(program, strategies, settled, priced)
-    notes += _indivisible_notes(state, program, mesh)
+    notes += _indivisible_notes(state, program, mesh, of_batch)
     notes += _edge_notes(program, edges, mesh)
     return Decision(
         program,
@@ -371,10 +373,10 @@ def _seeds_by_value(
 
 def _seed_all(
     engine: Propagation, seeds: list[Seed], over: Iterable[str], notes: list[str]
-) -> None:
+) -> list[str]:
     """Seed the engine with the given seeds, then with conventions for the axes that
-    these leave open. A batch axis that only parameters name (ZeRO) still splits the
-    batch."""
+    these leave open. Return the axes by which these split the batch; one that only
+    parameters name (ZeRO) still does."""
     program, mesh = engine.program, engine.mesh
     axes = [axis for axis, size in mesh.axes if size > 1]
     named_axes, named_on_values = (
@@ -396,6 +398,7 @@ def _seed_all(
         + expert_seeds
         + [seed for seed in extra if seed.value not in seeded_values]
     )
+    return batch
     assigned = {axis_of(axis) for axis in (*batch, *named_axes, *_axes_named(extra))}
     for axis in dict.fromkeys(map(axis_of, axes)):
         if axis not in assigned:
@@ -511,9 +514,15 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     return list(out.values())
 
 
-def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
+def _indivisible_notes(
+    state: State, program: Program, mesh: Mesh, of_batch: Sequence[str]
+) -> list[str]:
+    """Return notes of axes that end at a dim. Parameters that are stored over axes of
+    the batch are gathered for their use anyway."""
     out: dict[tuple, str] = {}
     for (v, d, axis), origin in state.indivisible.items():
+        if axis in of_batch and not origin.batch:
+            continue
         value = program.values[v]
         key = (origin.seed, axis, value.shape, d)
         out.setdefault(

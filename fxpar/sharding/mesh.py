@@ -504,10 +504,13 @@ class Mesh:
         return tuple(out)
 
     def joined(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the same axes, with consecutive parts of one axis joined."""
+        """Return the same axes, with consecutive parts of one axis joined, and a part
+        that is all of an axis under the axis's name."""
         out: list[str] = []
         for name in axes:
             part, last = split_name(name), split_name(out[-1]) if out else None
+            if part and part[2] == self._whole.get(part[0]):
+                name, part = part[0], None
             if part and last and last[0] == part[0] and last[1] * last[2] == part[1]:
                 name = self.sub_axis(part[0], last[1], last[2] * part[2])
                 out.pop()

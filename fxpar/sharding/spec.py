@@ -31,6 +31,11 @@ def _entry(entry: Entry) -> tuple[str, ...]:
         return ()
     if isinstance(entry, str):
         return (full_name(entry),)
+    if not isinstance(entry, Iterable):
+        raise SpecError(
+            f"a dim cannot be split over {entry!r}",
+            fix='name axes for each dim, None for none: Spec("dp", None, ("tp", "sp"))',
+        )
     return tuple(full_name(name) for name in entry)
 
 

@@ -160,6 +160,53 @@ def test_views_of_what_is_fed_in_parts() -> None:
             torch.testing.assert_close(y, whole.chunk(2)[rank])
 
 
+class Branches(torch.nn.Module):
+    """Parameters with equal gradients, of one shape and of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(8, 6) for _ in range(2))
+        self.row, self.twin = (torch.nn.Parameter(torch.ones(1, 6)) for _ in range(2))
+        self.w, self.delta = (torch.nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.a(x) + self.b(x) + self.row + self.twin).tanh()
+        return (y @ (self.w + self.delta)).square().mean()
+
+
+def updated(
+    codegen: str | None = None, sharded: bool = False, inputs: str = "global"
+) -> list[torch.Tensor]:
+    """Gradients of two backwards that add up, scaled in place."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Branches().double(), torch.randn(8, 8).double()
+    if sharded:
+        fxpar.shard(model, mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": codegen, "inputs": inputs}
+    run: Any = torch.compile(model, backend="fxpar", options=how) if codegen else model
+    for _ in range(2):
+        run(x).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("eager",),
+        ("inductor",),
+        pytest.param(("inductor", True), marks=pytest.mark.slow),
+        pytest.param(("inductor", False, "local"), marks=pytest.mark.slow),
+    ],
+)
+def test_equal_gradients_have_memory_of_their_own(how: tuple[Any, ...]) -> None:
+    for got in shared_pool(2).run(updated, *how):
+        torch.testing.assert_close(got, updated())
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_inductor() -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._decomp import decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._inductor import dependencies
+from torch._inductor import dependencies, pattern_matcher
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -392,3 +392,28 @@ def test_inductor_computes_a_number_for_each_vector(
     """If this fails, torch is mended, and ``_compute_scalars_once`` can go."""
     monkeypatch.setattr(_torch.inductor, "_compute_scalars_once", lambda gm: None)
     assert powers_in_loops(monkeypatch) > 0
+
+
+def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, x @ y, alpha=0.5)
+
+
+def lost_by(backend: str) -> float:
+    """How far a compiled sum with a scale is from that of eager code."""
+    torch._dynamo.reset()
+    operands = [torch.ones(4, 4), torch.ones(4, 4)]
+    with fresh_cache():
+        got = torch.compile(scaled, backend=backend)(*operands)
+    return float((got - scaled(*operands)).abs().max())
+
+
+def test_sums_keep_their_scales() -> None:
+    assert lost_by("fxpar") == 0.0
+
+
+def test_inductor_loses_the_scale_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, torch is mended, and ``keep_scales`` can go."""
+    kind: Any = pattern_matcher._TargetArgsExpr
+    _torch.inductor.keep_scales()
+    monkeypatch.setattr(kind, "_match", kind._match.__wrapped__)
+    assert lost_by("inductor") == 2.0

@@ -82,6 +82,7 @@ def test_lines_for_layers_that_are_even() -> None:
     assert len(lines) >= 4  # two layers, forward and backward
     after = apply("\n".join(lines), local, mesh, lowered=True)
     check(replace(plan, result=replace(plan.result, graph=after)), args)
+    check(*planned("tp=2", hints=HINTS, schedule="split(all_reduce, dim=0)"))
 
 
 def takes_split(plan: Any, name: str) -> bool:

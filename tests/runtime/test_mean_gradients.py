@@ -22,7 +22,7 @@ import fxpar
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import GradientError, RankMismatchError
-from fxpar.passes.order.hand_over import hand_over
+from fxpar.passes.order.hand_over import hand_over, separate_results
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.ranks import mean_gradients, meeting
 from fxpar.runtime.ranks.groups import join
@@ -563,6 +563,23 @@ def test_a_gradient_that_is_replaced_in_a_backward_is_refused():
     assert all(isinstance(e, GradientError) for e in errors), errors
     assert all("a.weight was replaced while" in str(e) for e in errors), errors
     shared_pool(2).renew()
+
+
+def test_results_that_show_one_memory_are_copied():
+    def show(x):
+        rows, whole = x + 1, x * 2
+        first, second = rows.unbind(0)
+        return first, second, first.view(2, 2), whole, whole.t(), whole.t()
+
+    x = torch.randn(2, 4)
+    module = make_fx(show, tracing_mode="fake")(x)
+    separate_results(module.graph)
+    module.recompile()
+    results = module(x)
+    assert all(map(torch.equal, results, show(x)))
+    assert len({result.data_ptr() for result in results}) == len(results)
+    kept = torch.ops.fxpar.kept.default
+    assert len(module.graph.find_nodes(op="call_function", target=kept)) == 3
 
 
 def holders_of(fn):

@@ -150,6 +150,14 @@ def test_that_a_batch_ends_in_a_merged_dim_is_noted():
     assert "dim 0 of [24]" in note and "batch dim of x" in note
 
 
+def test_that_a_parameter_over_the_batch_s_axis_ends_in_a_view_is_not_noted():
+    layer, x = nn.Linear(12, 36), torch.randn(4, 12)
+    hints = {"layer.weight": ("dp", None), "layer.bias": ("dp",)}
+    plan = planned(lambda x: layer(x).chunk(3, -1), x, mesh="dp=2", hints=hints)
+    assert plan.outputs[0] == Spec("dp", None)
+    assert not [note for note in plan.notes if "cannot be split" in note]
+
+
 def test_a_minor_factor_of_a_merged_dim_is_gathered_not_mixed_up():
     x = torch.randn(4, 8)
     plan = planned(lambda x: x.reshape(32) + 1, x, mesh="a=2", in_specs=[(None, "a")])

@@ -182,6 +182,14 @@ def test_specs_and_files_name_parts(tmp_path: Path) -> None:
     assert plan.outputs[0] == Spec("tp", None)
 
 
+def test_a_part_as_large_as_its_axis_is_the_axis() -> None:
+    plan = fxpar.plan(
+        chain, *operands(), mesh="tp=4", in_specs=[("tp:4", None), None, None]
+    )
+    check_chain(plan)
+    assert plan.inputs[0] == Spec("tp", None)
+
+
 def test_code_names_parts() -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return fxpar.constrain(x @ w, "tp:2", None)

@@ -399,10 +399,14 @@ class _Stage:
     ) -> None:
         """Give the optimizer the values that the step does not write in place."""
         optimizer, new_values = self.owner.optimizer, results[step.count :]
+        places = set[int]()
         with torch.no_grad():
             for slot, shape, x in zip(
                 step.result_slots, step.shapes, new_values, strict=False
             ):
+                # Inductor leaves out copies, as two momenta of one gradient begin.
+                x = x.clone() if x.data_ptr() in places else x
+                places.add(x.data_ptr())
                 write(optimizer, slot, self._new(slot, shape, x, slot_values.get(slot)))
             for slot, value in step.fixed.items():
                 write(optimizer, slot, value)

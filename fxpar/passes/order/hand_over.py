@@ -1,27 +1,31 @@
-"""Hands gradients of parameters over as soon as a backward has computed them.
+"""Gives each gradient of a backward memory of its own, and hands those of parameters
+over as soon as they are computed.
 
 In: a backward by itself, and which of its results are gradients of parameters. Out: the
-same graph with calls of ``fxpar::hand_over``, each after the last of a few gradients,
-which give them to ``runtime.ranks.mean_gradients``. Never: the results change;
-gradients that are not taken there go through autograd as usual. The memory of one that
-is taken is free from then on if nothing else reads it: a backward returns all gradients
-at its end, and would hold them beside those that are reduced.
+same graph with copies of results that would share memory, and with calls of
+``fxpar::hand_over``, each after the last of a few gradients, which give them to
+``runtime.ranks.mean_gradients``. Never: the values change; gradients that are not taken
+there go through autograd as usual. The memory of one that is taken is free from then on
+if nothing else reads it: a backward returns all gradients at its end, and would hold
+them beside those that are reduced.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar._torch.objects import define_op
-from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
+from fxpar._torch.symbols import hint_numel
+from fxpar.graph import custom_ops
 
 aten = torch.ops.aten
 
-_WAIT = torch.ops.fxpar.wait_gather.default
+_WAIT, _KEPT = torch.ops.fxpar.wait_gather.default, torch.ops.fxpar.kept.default
 
 # Bytes that are handed over at once: at first few, so that the reduction begins early;
 # then so many that a call pays, but few enough to be in a cache when they are copied.
@@ -36,6 +40,38 @@ define_op(
 )
 
 
+def separate_results(graph: fx.Graph) -> None:
+    """Copy each result that shows the memory of an earlier one, in place. The
+    partitioner computes equal gradients once; autograd takes each tensor for
+    ``.grad``, where both would then be changed in place."""
+    output = graph.output_node()
+    results, seen = list(output.args[0]), set[Any]()
+    for i, result in enumerate(results):
+        meta = result.meta if isinstance(result, fx.Node) else {}
+        if not isinstance(meta.get("val"), torch.Tensor):
+            continue
+        memory = _memory_of(result)
+        if memory in seen:
+            custom_ops.register_lowerings()
+            with graph.inserting_before(output):
+                results[i] = graph.call_function(_KEPT, (result,))
+            results[i].meta = dict(meta)
+        seen.add(memory)
+    output.args = (type(output.args[0])(results),)
+
+
+def _memory_of(node: fx.Node) -> Any:
+    """Return a key of the memory that a value shows."""
+    if not _is_view(node):
+        return node
+    base = node.all_input_nodes[0]
+    values = [x.meta["val"] for x in (base, node)]
+    are_tensors = all(isinstance(x, torch.Tensor) for x in values)
+    if are_tensors and len({*map(hint_numel, values)}) == 1:
+        return _memory_of(base)
+    return node.target, _memory_of(base), str(node.args[1:])
+
+
 def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
     """Add calls that hand gradients over, in place. ``inputs``: position of a result of
     ``graph`` -> position of the program's argument that it is the gradient of."""
@@ -43,8 +79,7 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
     input_of: dict[fx.Node, int | None] = {}
     for i, result in enumerate(results):
         if isinstance(result, fx.Node) and _is_computed_here(result):
-            # One value for two parameters is left to autograd.
-            input_of[result] = inputs.get(i) if result not in input_of else None
+            input_of[result] = inputs.get(i)
     gradient_at = {
         _ready_at(x): x for x, position in input_of.items() if position is not None
     }

@@ -115,8 +115,7 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
             after = apply(state.schedule, graph, mesh)
     if not state.schedule or state.open:
         return graph
-    if any(line.verb == "fuse" for line in state.schedule.lines):
-        inline(after)
+    inline(after)
     return after
 
 
