@@ -151,8 +151,10 @@ def shortcuts(phase: str) -> contextlib.ExitStack:
 
 @functools.cache
 def keep_scales() -> None:
-    """Let no pattern of Inductor leave a scale out: torch (2.13) takes
+    """Let no pattern of Inductor leave a scale out: before 2.15 torch takes
     ``add(x, y @ z, alpha=2)`` for ``x + y @ z``, in which nothing is scaled."""
+    if torch.__version__ >= "2.15":
+        return
     from torch._inductor import pattern_matcher
 
     matches = pattern_matcher._TargetArgsExpr._match
