@@ -43,12 +43,12 @@ from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import (
     LARGEST,
     Joinable,
-    from_inputs,
     join_buckets,
 )
 from fxpar.passes.order.delay_work import (
     WAIT,
     delay,
+    from_inputs,
     hoist,
     is_chunk,
     is_pure,
