@@ -35,6 +35,7 @@ from fxpar.explain.timeline import chrome_trace
 from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.emulate_collectives import gather
+from fxpar.passes.simulate.launches import facts_of
 from fxpar.passes.simulate.lockstep import run_global
 from fxpar.passes.simulate.simulate_step import Timeline, predict_step
 from fxpar.pipeline import STEP_NAMES
@@ -56,6 +57,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
+from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 from fxpar.units import short_bytes, short_seconds
 
@@ -262,6 +264,17 @@ class TracedPlan(Plan):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         spec = spec.refined(self.mesh)
         return alternatives_text(search, value, alternatives(search, value, spec=spec))
+
+    def ratios(self) -> Ratios:
+        """Return the best sizes of shards for the speeds of the mesh
+        (``FXPAR_MESH="dp=2{1.0,0.5}"``), with the time of a step, and that with equal
+        shards; printable.
+
+        Raises as ``hardware`` does.
+        """
+        _, done = facts_of(self.result.local)
+        reshards = [reshard for reshard, _ in done]
+        return ratios(self.result.decided, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""

@@ -1,8 +1,9 @@
-"""Prices unequal shards for ranks of unequal speed, and finds the best.
+"""Prices unequal shards for ranks of unequal speed, and compares them with equal ones.
 
 In: a Decision on a mesh whose axes carry speeds, the hardware of speed 1.0, and the
-reshards of a step. Out: for each axis the share of every rank with which a step is
-fastest. Never: changes a plan; ``Mesh.shares`` are what runs.
+reshards of a step. Out: ``Ratios``: for each axis the share of every rank, the seconds
+of a step with equal shards and with these, and the sizes each split dim would be cut
+into. Never: changes a plan; ``Mesh.shares`` are what runs.
 
 One ratio holds for an axis, so that neighbours agree and nothing is resharded for it.
 With it the ranks finish together the work that the axis splits, as in AccPar (Song et
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,58 @@ Axes = frozenset[str]
 
 # Collectives whose ranks each bring or get one shard: the largest one decides.
 _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class UnequalDim:
+    """Is a dim that axes of unlike ranks split."""
+
+    size: int  # rows of the dim
+    axes: tuple[str, ...]  # axes that split it
+    parts: tuple[int, ...]  # sizes of its shards, major to minor
+    values: tuple[str, ...]  # names of values that have it
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Holds shares of a dim by the speed of unlike ranks, and what they save."""
+
+    mesh: Mesh  # with the speeds of its ranks
+    hardware: str  # name of the hardware that steps are priced on
+    # (axis, each rank's share of a dim it splits) for each axis of unlike ranks.
+    shares: tuple[tuple[str, tuple[float, ...]], ...]
+    even: float  # seconds of a step with equal shards, without overlap
+    uneven: float  # the same with these shares
+    cuts: tuple[UnequalDim, ...]  # largest dims first
+
+    def __str__(self) -> str:
+        if not self.shares:
+            return f"all ranks of {self.mesh} are equally fast: equal shards are best"
+        lines = [f"shards by speed for {self.mesh} on {self.hardware}:"]
+        lines += [
+            f"  {axis}: {_shares_text(shares, self.mesh.speeds_of(axis))}"
+            for axis, shares in self.shares
+        ]
+        lines.append(
+            f"a step: {self.even * 1e3:.4g} ms with equal shards, "
+            f"{self.uneven * 1e3:.4g} ms with these "
+            f"({self.even / self.uneven:.3g} times as fast)"
+        )
+        return "\n".join(lines + [_cut_text(cut) for cut in self.cuts])
+
+
+def _shares_text(shares: Sequence[float], speeds: Sequence[float]) -> str:
+    counts = Counter(zip(speeds, shares, strict=True))
+    return ", ".join(
+        f"{share:.3g} {f'on each of {n} ranks ' if n > 1 else ''}of speed {speed:g}"
+        for (speed, share), n in counts.items()
+    )
+
+
+def _cut_text(cut: UnequalDim) -> str:
+    parts = " + ".join(map(str, cut.parts[:8])) + " + ..." * (len(cut.parts) > 8)
+    names = ", ".join(cut.values[:3]) + ", ..." * (len(cut.values) > 3)
+    return f"  {cut.size} over {'+'.join(cut.axes)}: {parts}  ({names})"
 
 
 def notes(mesh: Mesh) -> list[str]:
@@ -60,7 +113,8 @@ def notes(mesh: Mesh) -> list[str]:
         out.append(
             f"ranks along {', '.join(equal)} differ in speed, but their shards "
             "are equal: all wait for the slowest, and computing takes up to "
-            f"{ratio:.3g} times as long as with shards by speed"
+            f"{ratio:.3g} times as long as with shards by speed (see "
+            "plan.ratios())"
         )
     return out
 
@@ -201,3 +255,54 @@ def best_shares(decision: Decision, hardware: Hardware) -> dict[str, tuple[float
 def _whole(axes: Iterable[str]) -> Axes:
     """Return the axes that ``axes``, some of them parts of axes, belong to."""
     return frozenset(axis.partition(":")[0] for axis in axes)
+
+
+def ratios(
+    decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
+) -> Ratios:
+    """Return how a decision's shards would be cut by speed, and the gain over equal
+    ones.
+
+    ``hardware``: the hardware of speed 1.0. ``reshards``: of one step. Memory is not
+    checked: a large share needs more of it.
+    """
+    mesh = decision.mesh.shared_equally
+    decision = replace(decision, mesh=mesh)
+    step = step_of(decision, hardware, reshards)
+    best = step.best(mesh)
+    return Ratios(
+        mesh,
+        hardware.name,
+        tuple(best.items()),
+        step.seconds(mesh, _even(mesh)),
+        step.seconds(mesh, best),
+        tuple(_cuts(decision, best)),
+    )
+
+
+def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[UnequalDim]:
+    """Return an entry for every dim that an axis of unlike ranks splits."""
+    mesh = decision.mesh
+    names_by_dim: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for value in decision.program.values:
+        spec = decision.settled[value.index]
+        for size, axes in zip(value.shape, spec.dims, strict=True):
+            if set(axes) & set(mesh.unlike):
+                names_by_dim.setdefault((size, axes), []).append(value.name)
+    out = []
+    for (size, axes), names in names_by_dim.items():
+        shares_by_axis = [
+            best.get(a, (1 / mesh.axis_size(a),) * mesh.axis_size(a)) for a in axes
+        ]
+        share = [math.prod(xs) for xs in itertools.product(*shares_by_axis)]
+        out.append(
+            UnequalDim(size, axes, cut(size, share), tuple(dict.fromkeys(names)))
+        )
+    return sorted(out, key=lambda cut: (-cut.size, cut.axes))
+
+
+def cut(size: int, share: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers of sum ``size``, near ``size * share``: each end is
+    rounded."""
+    ends = np.rint(np.cumsum(share) / math.fsum(share) * size).astype(int)
+    return tuple(np.diff(ends, prepend=0).tolist())

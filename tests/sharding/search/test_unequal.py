@@ -23,6 +23,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.unequal_shards import (
     StepSeconds,
+    cut,
     notes,
     shares,
     step_of,
@@ -149,6 +150,18 @@ def test_the_largest_share_is_held_back_where_collectives_wait_for_it() -> None:
     assert between[0] == pytest.approx(between[1]) and between[1] > between[2]
 
 
+def test_shards_are_whole_and_all_there() -> None:
+    assert cut(30, (2 / 3, 1 / 3)) == (20, 10)
+    assert cut(10, (1 / 3,) * 3) == (3, 4, 3)
+    assert cut(2, (0.9, 0.05, 0.05)) == (2, 0, 0)
+    draw = np.random.default_rng(1)
+    for _ in range(50):
+        share = draw.dirichlet(np.ones(7))
+        parts = np.array(cut(1000, share))
+        assert parts.sum() == 1000
+        assert np.abs(parts - 1000 * share).max() <= 1
+
+
 def test_what_is_split_is_balanced_and_the_rest_waits_for_the_slowest() -> None:
     mesh = Mesh.parse("a=2{1.0,0.5},b=2")
     split, whole = frozenset("a"), frozenset[str]()
@@ -226,7 +239,7 @@ def test_the_search_splits_more_on_a_slow_rank() -> None:
     assert is_split("a=2{1.0,0.01}")
 
 
-def test_prices_agree_with_the_search(slow: Hardware) -> None:
+def test_the_report_agrees_with_the_search(slow: Hardware) -> None:
     x, w, v = double(96, 64), double(64, 256), double(256, 64)
 
     def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -236,13 +249,16 @@ def test_prices_agree_with_the_search(slow: Hardware) -> None:
     plan = fxpar.plan(
         mlp, x, w, v, mesh="a=2{1.0,0.5}[1,1],b=2", mode="search", in_specs=split
     )
-    decision = plan.result.decision
-    step, mesh = step_of(decision, slow, decision.edges.reshards), decision.mesh
-    best = step.best(mesh)
-    even, uneven = step.seconds(mesh, {"a": (0.5, 0.5)}), step.seconds(mesh, best)
-    assert even == pytest.approx(decision.search.predicted, rel=1e-6)
-    assert even / 1.5 <= uneven < 0.8 * even
-    assert [*best] == ["a"] and best["a"][0] > best["a"][1] > 1 / 3 - 1e-9
+    found = plan.ratios()
+    assert found.even == pytest.approx(plan.result.decision.search.predicted, rel=1e-6)
+    assert found.even / 1.5 <= found.uneven < 0.8 * found.even
+    ((axis, best),) = found.shares
+    assert axis == "a" and best[0] > best[1] > 1 / 3 - 1e-9
+    rows = next(c for c in found.cuts if c.axes == ("a",) and c.size == 96)
+    assert rows.parts == cut(96, best) and "x" in rows.values
+    text = str(found)
+    assert f"96 over a: {rows.parts[0]} + {rows.parts[1]}" in text
+    assert "of speed 0.5" in text and "times as fast" in text
 
 
 @pytest.mark.parametrize(
@@ -274,6 +290,14 @@ def test_what_a_collective_carries(
     sent = found.bytes // (2 if found.kind == "all_gather" else 1)
     (seconds,) = step.moving.values()
     assert seconds == pytest.approx(sent / 1e9)
+
+
+def test_alike_ranks_have_equal_shards(slow: Hardware) -> None:
+    plan = fxpar.plan(product, double(8, 8), double(8, 8), mesh="a=2{0.5,0.5}")
+    found = plan.ratios()
+    assert found.shares == () and found.cuts == ()
+    assert found.even == found.uneven
+    assert "equally fast" in str(found)
 
 
 def test_equal_shards_run_and_the_plan_says_so(tmp_path: Path) -> None:
