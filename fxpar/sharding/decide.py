@@ -397,11 +397,11 @@ def _seed_all(
         + expert_seeds
         + [seed for seed in extra if seed.value not in seeded_values]
     )
-    return batch
     assigned = {axis_of(axis) for axis in (*batch, *named_axes, *_axes_named(extra))}
     for axis in dict.fromkeys(map(axis_of, axes)):
         if axis not in assigned:
             conventions.seed_weights(engine, axis)
+    return batch
 
 
 def _axes_named(seeds: Iterable[Seed]) -> set[str]:
