@@ -166,8 +166,8 @@ def decide(
     if mode != "replicate":
         seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
-        given = seeds + _output_seeds(program, mesh)
-        of_batch = _seed_all(engine, given, axes, notes)
+        all_seeds = seeds + _output_seeds(program, mesh)
+        of_batch = _seed_all(engine, all_seeds, axes, notes)
         split = tuple(a for a in axes if mesh.sizes[a] > 1)
         for target in {str(op.target) for op in program.ops} & SEEDING.keys():
             SEEDING[target](engine, split, priced, on)

@@ -180,6 +180,35 @@ def test_how_an_optimizer_computes_stays_its_own() -> None:
 
 
 @pytest.mark.slow
+class Summed(nn.Module):
+    """Reads the sum of two parameters, so that they have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ (self.a + self.b)).square().mean()
+
+
+def test_state_of_equal_gradients_has_memory_of_its_own() -> None:
+    """Momentum begins as a copy of the gradient."""
+    each = []
+    for traced in (False, True):
+        model, x = Summed(), torch.randn(8, 4, generator=torch.manual_seed(0))
+        sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+        step = train_step(model, sgd, lambda model, x: model(x)) if traced else None
+        for _ in range(3):
+            sgd.zero_grad()
+            if step is not None:
+                step(x)
+            else:
+                model(x).backward()
+                sgd.step()
+        each.append(model.state_dict())
+    torch.testing.assert_close(*each)
+
+
 def test_groups() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
