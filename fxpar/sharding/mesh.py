@@ -334,6 +334,9 @@ class Mesh:
         """
         if isinstance(text, Mesh):
             return text
+        if not isinstance(text, str):
+            fix = 'name axes with their sizes: "dp=2,tp=4"'
+            raise MeshError(f"cannot read mesh {text!r}", fix=fix)
         axes: list[tuple[str, int]] = []
         speeds: list[tuple[float, ...] | None] = []
         shares: list[tuple[float, ...] | None] = []

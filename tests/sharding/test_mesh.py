@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fxpar.errors import MeshError
@@ -24,9 +26,10 @@ def test_text_round_trip() -> None:
         ("dp=2,dp=3", "'dp' appears twice"),
         ("dp=0", "'dp' has size 0"),
         ("", "''"),
+        (None, "None"),
     ],
 )
-def test_malformed_text_is_named(text: str, named: str) -> None:
+def test_malformed_text_is_named(text: Any, named: str) -> None:
     with pytest.raises(MeshError, match=named) as error:
         Mesh.parse(text)
     assert error.value.fix
