@@ -188,11 +188,17 @@ def test_writes_stay_between_calls() -> None:
         assert "mul_" not in str(node.target)
 
 
-def test_updates_are_in_place_outside_of_bodies() -> None:
+@pytest.mark.parametrize("is_counted", [False, True], ids=["alone", "counted"])
+def test_updates_are_in_place_outside_of_bodies(is_counted: bool) -> None:
+    """So they are if little besides is read, as a step's number."""
+
     def fn(*ws: Tensor) -> Any:
+        total = ws[0].sum()
         for w in ws:
-            w.copy_(layer(w.view(4, 16), w).view(8, 8))
-        return (ws[0].sum(),)
+            new = layer(w.view(4, 16), w)
+            total = total + new.mean() if is_counted else total
+            w.copy_(new.view(8, 8))
+        return (total,)
 
     module = traced(fn, *feeds(8)[1:])
     assert outline_layers(module.graph) == 0

@@ -98,9 +98,8 @@ def _is_update(segment: LayerSegment) -> bool:
     place."""
     inside, bytes_to = set(segment.nodes), {True: 0, False: 0}
     for result in segment.results:
-        readers = result.users.keys() - inside
-        is_written = all(user.target is aten.copy_.default for user in readers)
-        bytes_to[is_written] += bytes_of(result)
+        readers = {user.target for user in result.users if user not in inside}
+        bytes_to[readers == {aten.copy_.default}] += bytes_of(result)
     return bytes_to[True] > bytes_to[False]
 
 
