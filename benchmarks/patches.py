@@ -28,8 +28,7 @@ from _common import conditions, write
 NOTHING, ALL = "nothing", "all"
 NAMES = (
     *("layer_regions", "traced_once", "libraries", "quick_graphs"),
-    *("values_known", "old_objects_kept", "probes_remembered", "unread_texts"),
-    "late_templates",
+    *("values_known", "old_objects_kept", "probes_remembered", "late_templates"),
 )
 WAYS = ("cold", "warm", "alone")
 

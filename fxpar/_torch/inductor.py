@@ -19,7 +19,7 @@ from fxpar._fast.cpp_kernels import (
     kernels_in_libraries,
     probes_remembered,
 )
-from fxpar._fast.inductor_shortcuts import late_templates, unread_texts
+from fxpar._fast.inductor_shortcuts import late_templates
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
@@ -144,8 +144,8 @@ def shortcuts(phase: str) -> contextlib.ExitStack:
     of ``kernels_in_libraries``."""
     stack = contextlib.ExitStack()
     stack.enter_context(kernels_in_libraries(phase))
-    for context in (probes_remembered, unread_texts, values_known):
-        stack.enter_context(context())
+    stack.enter_context(probes_remembered())
+    stack.enter_context(values_known())
     return stack
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest import mock
 
@@ -61,21 +60,6 @@ def code(*, shortcuts: bool) -> str:
 
 def test_the_code_is_the_same() -> None:
     assert code(shortcuts=True) == code(shortcuts=False)
-
-
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_texts_for_traces_are_made_if_one_is_taken(
-    is_traced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._logging import _internal
-
-    handlers = [logging.NullHandler()] if is_traced else []
-    monkeypatch.setattr(_internal.trace_log, "handlers", handlers)
-    gm, _ = traced()
-    with inductor_shortcuts.unread_texts(), inductor_shortcuts.unread_texts():
-        for_trace = gm.print_readable(print_output=False, expanded_def=True)
-        for_log = gm.print_readable(print_output=False, include_stride=True)
-    assert bool(for_trace) == is_traced and "def forward" in for_log
 
 
 def test_values_by_python_are_known_apart() -> None:
