@@ -90,18 +90,16 @@ def descriptor(desc: Any) -> tuple[str, Any]:
         return "state", None
     if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
         return "state", "token"
-    desc, kinds = (
-        bare(desc),
-        {
-            d.ParamAOTInput: ("parameter", "target"),
-            d.BufferAOTInput: ("buffer", "target"),
-            d.PlainAOTInput: ("input", "idx"),
-            d.TangentAOTInput: ("tangent", "output"),
-            d.PlainAOTOutput: ("output", "idx"),
-            d.GradAOTOutput: ("gradient", "grad_of"),
-            d.InputMutationAOTOutput: ("mutation", "mutated_input"),
-        },
-    )
+    desc = bare(desc)
+    kinds = {
+        d.ParamAOTInput: ("parameter", "target"),
+        d.BufferAOTInput: ("buffer", "target"),
+        d.PlainAOTInput: ("input", "idx"),
+        d.TangentAOTInput: ("tangent", "output"),
+        d.PlainAOTOutput: ("output", "idx"),
+        d.GradAOTOutput: ("gradient", "grad_of"),
+        d.InputMutationAOTOutput: ("mutation", "mutated_input"),
+    }
     kind, field = kinds.get(type(desc), ("state", ""))
     return kind, getattr(desc, field) if field else None
 

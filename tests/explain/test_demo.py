@@ -42,12 +42,8 @@ def test_run_reads_losses() -> None:
 def test_ranks_that_share_cores_are_predicted_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("FXPAR_HARDWARE", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    hardware = [
-        demo._environment(n, mesh=f"dp={n}").get("FXPAR_HARDWARE") for n in (2, 4)
-    ]
-    assert hardware == [None, "cpu:2"]
+    assert [demo._hardware(ranks) for ranks in (2, 4)] == ["cpu", "cpu:2"]
 
 
 def test_times_are_those_between_losses() -> None:

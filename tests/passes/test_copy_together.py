@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import fx
@@ -92,19 +94,29 @@ def test_products_that_are_sent_are_copied_by_one_call(is_sent: bool) -> None:
     assert "aten.cat.default(" in code and "for(int64_t" not in code
 
 
-def gathered(places: tuple[tuple[int, int], ...], ranks: int) -> fx.GraphModule:
-    """Read parameters at these places of a gathered bucket of 68 elements a rank."""
+def gathered(
+    places: Sequence[tuple[int, int]], ranks: int, *, is_reduced: bool = False
+) -> fx.GraphModule:
+    """Read parameters at these places of a bucket of 68 elements of each rank, which
+    was gathered or, as an activation may be, reduced."""
     with FakeTensorMode() as mode:
-        graph, value = fx.Graph(), torch.empty(ranks, 68)
+        graph, value = fx.Graph(), torch.empty(ranks if is_reduced else 1, 68)
     build, x = Builder(graph, mode), graph.placeholder("x")
     x.meta["val"] = value
-    wait = build.call(c10d.wait_tensor.default, x)
+    if is_reduced:
+        start = build.call(c10d.all_reduce.default, x, "sum", "0")
+    else:
+        start = build.call(c10d.all_gather_into_tensor.default, x, ranks, "0")
+    wait = build.call(c10d.wait_tensor.default, start)
     parts = []
     for begin, end in places:
         piece = build.call(aten.slice.Tensor, wait, 1, begin, end)
         parts.append(build.call(aten.reshape.default, piece, [4, -1]))
     graph.output(tuple(build.call(aten.sin.default, part) for part in parts))
     return fx.GraphModule({}, graph)
+
+
+SPLIT = torch.ops.fxpar.split_copied.default
 
 
 @pytest.mark.parametrize(
@@ -126,19 +138,41 @@ def test_a_gathered_bucket_is_split_at_once(
     wants = [x[:, a:b].reshape(4, -1).sin() for a, b in places]
     copy_together(module.graph)
     module.graph.lint()
-    split = torch.ops.fxpar.split_copied.default
-    assert len(module.graph.find_nodes(op="call_function", target=split)) == is_split
+    assert len(module.graph.find_nodes(op="call_function", target=SPLIT)) == is_split
     (wait,) = module.graph.find_nodes(
         op="call_function", target=c10d.wait_tensor.default
     )
-    wait.replace_all_uses_with(wait.args[0])
-    module.graph.erase_node(wait)
+    (given,) = module.graph.find_nodes(op="placeholder")
+    wait.replace_all_uses_with(given)
+    for node in (wait, wait.args[0]):
+        module.graph.erase_node(node)
     module.recompile()
     for value, want in zip(module(x), wants, strict=True):
         assert torch.equal(value, want)
     values, (code,) = run_and_get_code(torch.compile(module), x)
     torch.testing.assert_close(values, tuple(wants))
     assert ("split_copied" in code) == is_split
+
+
+def test_other_values_that_ranks_sent_are_read_where_they_are() -> None:
+    """A kernel that reads a part of an activation needs no copy."""
+    module = gathered(((0, 48), (48, 68)), 2, is_reduced=True)
+    text = str(module.graph)
+    copy_together(module.graph)
+    assert str(module.graph) == text
+
+
+@pytest.mark.parametrize("begin", [None, "a size"])
+def test_parts_at_places_that_are_not_known_stay_slices(begin: str | None) -> None:
+    module = gathered(((0, 48), (48, 68)), 2)
+    graph = module.graph
+    piece, _ = graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    (given,) = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(given):
+        size = graph.call_function(aten.sym_size.int, (given, 0))
+    piece.args = (piece.args[0], 1, size if begin else None, 48)
+    copy_together(graph)
+    assert not graph.find_nodes(op="call_function", target=SPLIT)
 
 
 def test_a_part_that_is_a_result_stays_a_view() -> None:

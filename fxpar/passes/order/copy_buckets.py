@@ -99,14 +99,15 @@ def split_buckets(graph: fx.Graph) -> None:
     """Let torch copy the parts of a bucket with a row of each rank at once, in place:
     Inductor launches a kernel for each part, and compiles one for each place that a
     part has in any bucket."""
-    results = graph.output_node().all_input_nodes
+    results = set(graph.output_node().all_input_nodes)
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         whole, pieces = wait.meta["val"], list(wait.users)
-        if whole.dim() != 2 or len(whole) == 1 or len(pieces) < 2:
+        if not _is_of_rows(wait.args[0]) or len(pieces) < 2:
             continue
-        if any(x.target is not aten.slice.Tensor or len(x.args) != 4 for x in pieces):
+        if any(x.target is not aten.slice.Tensor or x in results for x in pieces):
             continue
-        if not {*results}.isdisjoint(pieces) or any(x.args[1] != 1 for x in pieces):
+        places = [x.args[1:] for x in pieces]
+        if any(len(x) != 3 or {int} != {*map(type, x)} or x[0] != 1 for x in places):
             continue
         pieces.sort(key=lambda piece: piece.args[2])
         edges = [0, *(piece.args[3] for piece in pieces)]
@@ -120,6 +121,16 @@ def split_buckets(graph: fx.Graph) -> None:
         for i, piece in enumerate(pieces):
             piece.target, piece.args = operator.getitem, (parts, i)
             piece.meta["val"] = parts.meta["val"][i]
+
+
+def _is_of_rows(gather: fx.Node) -> bool:
+    """Return whether a node gathers one row of each of several ranks, of a known
+    length."""
+    if gather.target is not c10d.all_gather_into_tensor.default:
+        return False
+    shape = gather.meta["val"].shape
+    is_known = len(shape) == 2 and {int} == {*map(type, shape)}
+    return is_known and 1 < shape[0] == gather.args[1]
 
 
 def _is_in_memory(part: fx.Node, *, is_sent: bool) -> bool:
