@@ -73,9 +73,7 @@ def called(model: Any, ids: Any, side: str, options: dict[str, Any]) -> Any:
     if side == "shard":
         # As the first call would lay parameters out, for which ranks must be there.
         sample = ((), {"input_ids": ids, "labels": ids})
-        hints = {"*norm.weight": (None,)}
-        how = {"mesh": options["mesh"], "sample": sample, "hints": hints}
-        model = fxpar.shard(model, **how)
+        model = fxpar.shard(model, mesh=options["mesh"], sample=sample)
     program = torch.compile(model, backend="fxpar", dynamic=False, options=options)
     return lambda: program(input_ids=ids, labels=ids)
 

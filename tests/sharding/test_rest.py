@@ -258,8 +258,15 @@ def test_layers_of_one_kind_are_laid_out_in_one_way() -> None:
             "v": (layers, (16, 64), whole),
             "words": (1, (256, 64), split),
         }
-        specs = layouts_as_used(uses, mesh, even=True)
-        assert set(specs) == set(uses)
+        parameters = {
+            (kind, i): (kind, shape, use)
+            for kind, (n, shape, use) in uses.items()
+            for i in range(n)
+        }
+        layouts = layouts_as_used(parameters, mesh, even=True)
+        assert set(layouts) == set(parameters)
+        specs = {kind: layouts[kind, 0] for kind in uses}
+        assert all(spec == specs[kind] for (kind, _), spec in layouts.items())
         # A rank may hold so much more, for all layers of a kind at once.
         smallest = {
             kind: at_rest(shape, mesh, whole.dims, (), ())
@@ -278,5 +285,5 @@ def test_layers_of_one_kind_are_laid_out_in_one_way() -> None:
 @pytest.mark.parametrize("spec", ["[_, tp+dp]", "[tp+dp, _]", "[dp, tp]", "[tp, dp]"])
 def test_a_layout_that_a_search_chose_is_taken_as_it_is(spec: str) -> None:
     """Its price, of gathers along one dim, is right for no other."""
-    uses = {"words": (1, (64, 64), Spec.parse(spec))}
-    assert layouts_as_used(uses, BOTH, even=True) == {"words": Spec.parse(spec)}
+    parameters = {"words": ("words", (64, 64), Spec.parse(spec))}
+    assert layouts_as_used(parameters, BOTH, even=True) == {"words": Spec.parse(spec)}

@@ -57,7 +57,6 @@ from fxpar.sharding.hints import (
     spec_hints,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import read_auto
 from fxpar.sharding.program import Input
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -78,12 +77,12 @@ def shard(
       parameter is used, and, with ``auto``, the mesh.
     hints: as for ``fxpar.plan``, by default FXPAR_HINTS.
 
-    Axes that hints, or the sample's plan, use for some parameter split parameters only
-    as these say. Every other axis splits each parameter further, on a dim that no hint
-    closes: one that it divides, else, of matrices that are much of the model, one that
-    it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of stages,
-    where it divides. Ranks must hold equal parameters; those that differ are taken from
-    rank 0.
+    Axes that hints name split parameters only as hints say. Every other axis splits
+    each parameter further, on a dim that no hint closes: one that it divides, else, of
+    matrices that are much of the model, one that it cuts into chunks as ``torch.chunk``
+    does (ZeRO-3); so does an axis of stages, where it divides. Without hints, the
+    sample's plan, or that of the first call, lays parameters out as it uses them. Ranks
+    must hold equal parameters; those that differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -109,10 +108,6 @@ def shard(
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
-        # no program splits parameters along the batch axes
-        if options.inputs == "local":
-            batch = batch_axes(ranks.mesh)
-            uses = {name: spec.without(batch) for name, spec in uses.items()}
     elif ranks.open:
         raise MeshError(
             "the mesh of FXPAR_MESH=auto is not chosen yet, and fxpar.shard was "
@@ -259,6 +254,8 @@ def _uses(
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         declared = call.declare(kind, payload, node, [None] * call.count)
+        if kind == "parameter":
+            return replace(declared, splits=True)
         fed = options.inputs == "global" and kind in ("input", "buffer")
         value = node.meta["val"]
         if not fed or not isinstance(value, torch.Tensor):
@@ -273,12 +270,8 @@ def _uses(
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
-    as_shards = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return ranks, {
-        name: as_shards(spec, decision.mesh, shapes[name]).joined(decision.mesh)
-        for name, spec in uses_of(decision).items()
-    }
+    mesh = decision.mesh
+    return ranks, {name: x.joined(mesh) for name, x in uses_of(decision).items()}
 
 
 def swap_parameters(

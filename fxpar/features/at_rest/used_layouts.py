@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.spec import Spec
 
+Key = TypeVar("Key")
+
 # A sample plan: parameter name -> the spec it is used in.
 Uses = Mapping[str, Spec]
 
@@ -96,8 +98,9 @@ def layouts_of(
     *,
     strict: bool,
 ) -> dict[int, ParameterLayout]:
-    """Choose the layout of each parameter, by its id. ``strict``: each hint must match
-    some parameter. Raises HintError."""
+    """Choose the layout of each parameter, by its id: as a hint says, else as a
+    sample's plan uses it, else split over all axes that no hint names. ``strict``: each
+    hint must match some parameter. Raises HintError."""
     names_of: dict[int, list[str]] = {}
     parameters = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -105,46 +108,67 @@ def layouts_of(
         parameters[id(p)] = p
     if strict:
         _refuse_unmatched(table, list(names_of.values()))
-    stages = pipeline_axis(mesh)
-    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
-    decided = {*mesh.parts(filter(mesh.has, decided))}
+    stages, inner = pipeline_axis(mesh), without_stages(mesh)
+    named = _axes_of_hints(table, [name for n in names_of.values() for name in n])
+    decided = {*mesh.parts(filter(mesh.has, named))}
     arguments: dict[int, tuple[Any, ...]] = {}  # arguments of ``at_rest``
     hints: dict[int, str] = {}
+    used: dict[int, tuple[str, Sequence[int], Spec | None]] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
-        hint = _hint_of(names, shape, mesh, table, uses)
-        elsewhere = {*decided, *hint.whole}
-        arguments[key] = shape, without_stages(mesh), hint.dims, hint.closed, elsewhere
+        hint = _hint_of(names, shape, mesh, table)
+        use = next((uses[name] for name in names if name in uses), None)
+        if hint is None:
+            used[key] = pattern_of(names[0]), shape, use and use.refined(mesh)
+            hint = Hint((), (), ())
+        arguments[key] = shape, inner, hint.dims, hint.closed, {*decided, *hint.whole}
         hints[key] = ",".join(hint.words)
     even = stages is not None or not is_worth_chunks(arguments.values())
-    layouts = {}
-    for key, (shape, *rest) in arguments.items():
-        spec = at_rest(shape, *rest, even=even)
-        if stages is not None:
-            spec = split_over_stages(spec, shape, mesh, stages)
-        layouts[key] = ParameterLayout(spec, hints[key])
-    return layouts
+    specs = {key: at_rest(*args, even=even) for key, args in arguments.items()}
+    specs |= layouts_as_used(used, inner, decided, even=even)
+    if stages is not None:
+        specs = {
+            key: split_over_stages(spec, parameters[key].shape, mesh, stages)
+            for key, spec in specs.items()
+        }
+    return {key: ParameterLayout(spec, hints[key]) for key, spec in specs.items()}
+
+
+def pattern_of(name: str) -> str:
+    """Return the name of a parameter, which equal ones of repeated layers share."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def layouts_as_used(
-    uses: Mapping[Any, tuple[int, Sequence[int], Spec]], mesh: Mesh, *, even: bool
-) -> dict[Any, Spec]:
-    """Choose the layout of each kind of parameters from their number, their shape and
-    the spec in which a program uses them: split as they are used along axes that do not
-    split the batch, and further by all other axes, along the dim of that spec if it has
-    them too (as one that a search chose, whose price is right for no other dim).
-    Parameters that are used whole along an axis that splits others stay whole along it,
-    the smallest first and all of a kind or none, since layers that repeat are one;
-    while a rank holds at most 1 / ``FEW`` more. ``even``: all shards must have equal
-    shapes."""
-    used = {axis for _, _, use in uses.values() for axis in use.sharded_axes}
+    parameters: Mapping[Key, tuple[Any, Sequence[int], Spec | None]],
+    mesh: Mesh,
+    decided: Collection[str] = (),
+    *,
+    even: bool,
+) -> dict[Key, Spec]:
+    """Choose the layouts of parameters from the kind of each, its shape and the spec in
+    which a program uses it, if it does; none for kinds that it does not use. They are
+    split as most of a kind are used along axes that do not split the batch, and further
+    by all other axes but ``decided``, along the dim of that spec if it has them too (as
+    one that a search chose, whose price is right for no other dim). Parameters that are
+    used whole along an axis that splits others stay whole along it, the smallest first
+    and all of a kind or none, since layers that repeat are one; while a rank holds at
+    most 1 / ``FEW`` more. ``even``: all shards must have equal shapes."""
+    kinds = {key: (kind, tuple(shape)) for key, (kind, shape, _) in parameters.items()}
+    counts, by_kind = Counter(kinds.values()), dict[Any, Counter[Spec]]()
+    for key, (_, _, use) in parameters.items():
+        if use is not None:
+            by_kind.setdefault(kinds[key], Counter()).update([use])
+    uses = {kind: every.most_common(1)[0][0] for kind, every in by_kind.items()}
+    split = {axis for use in uses.values() for axis in use.sharded_axes} | {*decided}
     specs, more, total = {}, [], 0
-    for kind, (count, shape, use) in uses.items():
+    for kind, use in uses.items():
+        shape, count = kind[-1], counts[kind]
         dims = use.without(batch_axes(mesh))
         dims = dims.evened(mesh, shape) if even else dims.in_chunks(mesh, shape)
         specs[kind], as_used = (
             at_rest(shape, mesh, dims.dims, (), elsewhere, even=even)
-            for elsewhere in ((), used)
+            for elsewhere in (decided, split)
         )
         least, size, own = (
             math.prod(x.local_shape(mesh, shape)) for x in (specs[kind], as_used, use)
@@ -158,7 +182,7 @@ def layouts_as_used(
         left -= count * size
         if left >= 0:
             specs[kind] = as_used
-    return specs
+    return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
 
 
 def _hint_of(
@@ -166,18 +190,15 @@ def _hint_of(
     shape: tuple[int, ...],
     mesh: Mesh,
     table: Mapping[str, Entries],
-    uses: Uses,
-) -> Hint:
-    """Return the last hint on a parameter, else its use as a hint, in mesh axes."""
+) -> Hint | None:
+    """Return the last hint on a parameter, in mesh axes."""
     hits = [
         (pattern, hint)
         for pattern, hint in table.items()
         if any(fnmatch.fnmatchcase(name, pattern) for name in names)
     ]
     if not hits:
-        use = next((uses[name] for name in names if name in uses), None)
-        dims = use.refined(mesh).dims if use is not None else ()
-        return Hint(dims, (False,) * len(dims), (None,) * len(dims))
+        return None
     pattern, entry = hits[-1]
     what = f"hint {pattern!r} on {names[0]}"
     hint = read(entry, len(shape), what)
@@ -203,13 +224,11 @@ def _refuse_unmatched(
         raise HintError(f"hint {pattern!r} matches no parameter", fix=hint)
 
 
-def _axes_in_use(
-    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
-) -> set[str]:
-    """Return the axes that hints or a sample's plan use for some parameter: where they
-    do not split another parameter, it is whole along them, as in tensor parallelism,
-    and not split for memory."""
-    axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
+def _axes_of_hints(table: Mapping[str, Entries], names: Sequence[str]) -> set[str]:
+    """Return the axes that hints on parameters name: where they do not split another
+    parameter, it is whole along them, as in tensor parallelism, and not split for
+    memory."""
+    axes: set[str] = set()
     for pattern, hint in table.items():
         if fnmatch.filter(names, pattern):
             axes |= {*axes_of(hint, f"hint {pattern!r}")}
@@ -310,8 +329,7 @@ def _can_move(home: Home, options: Options) -> bool:
 
 def _kind(x: Movable) -> tuple[Any, ...]:
     """Return a key that the parameters of repeated layers share."""
-    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", x.name)
-    return x.home, name, tuple(x.parameter.shape)
+    return x.home, pattern_of(x.name), tuple(x.parameter.shape)
 
 
 def _agreed(
@@ -413,20 +431,15 @@ class _FirstGraph:
         """Return the layouts of parameters that the graph uses in these specs."""
         pairs = zip(self.job.named_inputs, self.examples, strict=True)
         by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
-        kinds = {key: _kind(x) for key, x in self.ours.items()}
         first = next(iter(self.ours.values())).home
-        counts = Counter(kinds.values())
-        mesh, by_kind = Mesh.parse(first.mesh), dict[Any, Counter[Spec]]()
+        mesh = Mesh.parse(first.mesh)
+        used = {}
         for key, x in self.ours.items():
             use = by_parameter.get(id(x.parameter))
-            if use is not None and all(axis in mesh.sizes for axis in use.axes):
-                by_kind.setdefault(kinds[key], Counter()).update([use])
-        forms = {
-            kind: (counts[kind], kind[-1], uses_of_kind.most_common(1)[0][0])
-            for kind, uses_of_kind in by_kind.items()
-        }
-        specs = layouts_as_used(forms, mesh, even=first.is_even)
-        return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
+            if use is not None and any(axis not in mesh.sizes for axis in use.axes):
+                use = None
+            used[key] = _kind(x), tuple(x.parameter.shape), use
+        return layouts_as_used(used, mesh, even=first.is_even)
 
     def _uses(self) -> Uses:
         """Return the spec in which the graph uses each parameter, by name: from the

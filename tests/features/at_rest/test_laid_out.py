@@ -37,7 +37,9 @@ def _not_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def planned(layers: int, mesh: str, **sizes: int) -> tuple[Plan, dict[str, set[str]]]:
+def planned(
+    layers: int, mesh: str, *, by_sample: bool = False
+) -> tuple[Plan, dict[str, set[str]]]:
     """The plan of a first call, and the layouts of each kind of parameters."""
     ranks = fxpar.Mesh.parse(mesh).size
     torch.manual_seed(0)
@@ -49,11 +51,13 @@ def planned(layers: int, mesh: str, **sizes: int) -> tuple[Plan, dict[str, set[s
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,
-        **sizes,
     )
+    ids = torch.randint(0, 512, (8, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    sample = ((), batch) if by_sample else None
     seen: list[Plan] = []
     with fake_group(ranks), pytest.MonkeyPatch.context() as patch:
-        model = fxpar.shard(LlamaForCausalLM(config), mesh=mesh)
+        model = fxpar.shard(LlamaForCausalLM(config), mesh=mesh, sample=sample)
         report = compilation.Compilation._report
         patch.setattr(
             compilation.Compilation,
@@ -62,9 +66,8 @@ def planned(layers: int, mesh: str, **sizes: int) -> tuple[Plan, dict[str, set[s
         )
         options = {"codegen": "eager", "mesh": mesh}
         run = torch.compile(model, backend="fxpar", options=options)
-        ids = torch.randint(0, 512, (8, 64))
         with pytest.raises(Exception, match="planned"):
-            run(input_ids=ids, labels=ids)
+            run(**batch)
         layouts: dict[str, set[str]] = {}
         for name, p in model.named_parameters():
             kind = re.sub(r"\d+", "*", name)
@@ -89,6 +92,12 @@ def test_the_first_graph_uses_parameters_as_they_are_laid_out(
     plan, layouts = planned(layers, mesh)
     assert not [note for note in plan.notes if "resharded at each call" in note]
     assert all(len(specs) == 1 for specs in layouts.values()), layouts
+
+
+def test_a_sample_lays_parameters_out_as_the_first_call_does() -> None:
+    plan, layouts = planned(1, "tp=2", by_sample=True)
+    assert not [note for note in plan.notes if "resharded at each call" in note]
+    assert layouts == planned(1, "tp=2")[1]
 
 
 def test_a_parameter_of_a_mesh_in_another_order_is_refused() -> None:
