@@ -155,8 +155,8 @@ RANK = with_features(
 # ``ORDER`` has the rows that a prediction runs too: collectives are dropped where
 # nobody reads them, in buckets, waited for late, gathers early, scatters not too many
 # at once.
-# Results that are equal get memory of their own.
-# Gradients leave a backward where they are made, and are reduced meanwhile.
+# Results that are equal get memory of their own. Gradients leave a backward where they
+# are made, and are reduced meanwhile.
 PHASE = with_features(
     "bound",
     (

@@ -3,12 +3,11 @@ of parameters over as soon as they are computed.
 
 In: a forward or a backward by itself, and which of its results are gradients of
 parameters. Out: the same graph with copies of results that would share memory, and with
-calls of
-``fxpar::hand_over``, each after the last of a few gradients, which give them to
-``runtime.ranks.mean_gradients``. Never: the values change; gradients that are not taken
-there go through autograd as usual. The memory of one that is taken is free from then on
-if nothing else reads it: a backward returns all gradients at its end, and would hold
-them beside those that are reduced.
+calls of ``fxpar::hand_over``, each after the last of a few gradients, which give them
+to ``runtime.ranks.mean_gradients``. Never: the values change; gradients that are not
+taken there go through autograd as usual. The memory of one that is taken is free from
+then on if nothing else reads it: a backward returns all gradients at its end, and would
+hold them beside those that are reduced.
 """
 
 from __future__ import annotations

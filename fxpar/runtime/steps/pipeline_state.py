@@ -188,10 +188,6 @@ class PhaseState(PipelineState, PhaseGraph):
     regions: list[str] = field(default_factory=list)
 
     @property
-    def is_backward(self) -> bool:
-        return self.which == "backward"
-
-    @property
     def label(self) -> str:
         return f"{self.request.label}/{self.which}"
 
