@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from fxpar.graph.graph_bodies import hold
 from fxpar.passes import own_shard, writes_as_results
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.normalize import random
+from fxpar.passes.order.hand_over import memories
 from fxpar.passes.repeated_segments import repeated_segments
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
@@ -215,6 +216,8 @@ class Compilation:
         # The request to the pipeline, and its result.
         self.request = _request_of(job, f"graph{number}")
         self.result: JointState | None = None  # none where AOTAutograd cached it
+        # Of results of the forward, by position, keys of their memory.
+        self.memories: dict[int, Hashable] = {}
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
@@ -382,6 +385,11 @@ class Compilation:
             writes=writes,
             copied=[of for of in ends if of is not None],
         )
+        self.memories = {
+            i: memory
+            for i, memory in memories(bound.output_node().args[0]).items()
+            if signature.outputs[i].kind not in ("gradient", "mutation")
+        }
         if self.leader:
             self.leader.shared = is_of_all(bound)
         hold(gm, bound)
@@ -482,6 +490,7 @@ class Compilation:
             self.request,
             result,
             backward=which == "backward",
+            memories=self.memories,
             gradients=self._gradients(graph) if which == "backward" else {},
             at_rest=[self.declared[i].name for i in sorted(self.rest_inputs)],
         )

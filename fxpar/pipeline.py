@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -155,7 +155,8 @@ RANK = with_features(
 # ``ORDER`` has the rows that a prediction runs too: collectives are dropped where
 # nobody reads them, in buckets, waited for late, gathers early, scatters not too many
 # at once.
-# Gradients leave a backward where they are made, and are reduced meanwhile.
+# Results that are equal get memory of their own. Gradients leave a backward where they
+# are made, and are reduced meanwhile.
 PHASE = with_features(
     "bound",
     (
@@ -164,8 +165,7 @@ PHASE = with_features(
         *LAST,
         _always(
             "separate_results",
-            lambda graph, _: separate_results(graph),
-            setting="is_backward",
+            lambda graph, s: separate_results(graph, s.memories),
         ),
         _always(
             "hand_over",
@@ -389,12 +389,13 @@ def scheduled(
     result: JointState | None,
     *,
     backward: bool,
+    memories: Mapping[int, Hashable] | None = None,
     gradients: Mapping[int, int] | None = None,
     at_rest: Sequence[str] = (),
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place, and return its
     regions, which run as generated kernels. ``result``: None where nothing was planned;
-    ``gradients``, ``at_rest``: as in ``PhaseState``."""
+    ``memories``, ``gradients``, ``at_rest``: as in ``PhaseState``."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -404,6 +405,7 @@ def scheduled(
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result else None,
         even=result is None or result.decided.is_even,
+        memories=None if backward else memories or {},
         gradients=gradients or {},
         at_rest=tuple(at_rest),
     )

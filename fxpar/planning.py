@@ -304,7 +304,7 @@ class TracedPlan(Plan):
         return self._returned(self.reference_outcome(*args, **kwargs))
 
     def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
-        """Simulate; return gradients and buffers changed in place, too."""
+        """Simulate; return gradients and new values of buffers, too."""
         result, call = self.result, self.call
         edges, program = result.decided.edges, result.decided.program
         local = module_of(self.module, result.local)
@@ -318,7 +318,7 @@ class TracedPlan(Plan):
         return call.outcome(program.signature, merged)
 
     def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
-        """Run the reference; return gradients and buffers changed in place, too."""
+        """Run the reference; return gradients and new values of buffers, too."""
         whole = module_of(self.module, self.result.normalized)
         values = run_global(whole, self.mesh, self.call.inputs(args, kwargs))
         return self.call.outcome(self.result.decided.program.signature, values)
@@ -408,6 +408,7 @@ def plan_call(
         return end
 
     result_specs = specs_of(out_specs, call.result_count, "out_specs", "tensor results")
+    result_specs += [None] * len(call.reassigned)
 
     def make_output(kind: str, name: str, of: int | None) -> Output:
         k = int(name.removeprefix("output_")) if kind == "output" else None

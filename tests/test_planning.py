@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar import FxparError, Mesh, Spec
-from fxpar.errors import HintError, OptionError
+from fxpar.errors import HintError, OptionError, PlanError
 from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.sharding.plan import Plan
 
@@ -129,12 +129,21 @@ def test_an_existing_mesh_is_taken():
         ({"hints": {"z": ("dp",)}}, "matches no parameter"),
         ({"hints": {"x": ("dp", None, None)}}, "3 entries for a tensor of 2 dims"),
         ({"mode": "no such file"}, "cannot read the plan file"),
+        ({"mode": 3}, "mode cannot be 3"),
+        ({"hints": 3}, "cannot read the hints file 3"),
     ],
 )
 def test_errors_name_what_is_wrong(options, message):
     x, w = torch.randn(8, 5), torch.randn(5, 8)
     with pytest.raises(FxparError, match=message):
         fxpar.plan(lambda x, w: x @ w, x, w, **{"mesh": "dp=2,tp=2", **options})
+
+
+def test_a_program_without_tensors_is_refused():
+    with pytest.raises(PlanError, match="has no tensors.*\n.*fix: give tensors"):
+        fxpar.plan(lambda k: k * 2, 3, mesh="dp=2")
+    made = fxpar.plan(lambda k: torch.ones(4) * k, 3, mesh="dp=2", mode="propagate")
+    assert torch.equal(made.simulate(3), torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize("mode", ["propagate", "search"])
@@ -309,6 +318,40 @@ def test_a_module_used_twice_is_left_as_it_was() -> None:
     got, want = plan.simulate(x), plan.reference(x)
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[1]["0.weight"], want[1]["0.weight"])
+
+
+class Counting(nn.Module):
+    """Gives one buffer a new tensor, and changes another in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, before = self.linear(x) * self.mean, self.mean
+        self.mean = self.mean * 0.9 + y.mean(0) * 0.1
+        self.calls += 1
+        return y.square().sum(), before
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_new_tensors_of_buffers_are_outcomes(grad: bool) -> None:
+    model, x = Counting(), torch.randn(4, 8)
+    plan = fxpar.plan(model, x, mesh="dp=2", mode="propagate", grad=grad)
+    assert torch.equal(model.mean, torch.ones(8))
+    outcomes = plan.outcome(x), plan.reference_outcome(x)
+    result = model(x)
+    want = dict(model.named_buffers())
+    if grad:
+        sum(y.sum() for y in result).backward()
+    for got in outcomes:
+        torch.testing.assert_close(got.result, result)
+        torch.testing.assert_close(got.mutations, want)
+        if grad:
+            weight = model.linear.weight
+            torch.testing.assert_close(got.gradients["linear.weight"], weight.grad)
 
 
 def test_options_among_the_arguments_are_refused() -> None:

@@ -363,9 +363,8 @@ def list_recurrent_weights(module: Any) -> None:
 
 def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """Compile a function by ``torch.compile`` into one graph without a break, with a
-    code object of its own: Dynamo counts recompilations per code object. Python's
-    floats are constants of the graph, and guarded, since otherwise they are read back
-    inside it. Calls of loggers are left out of it, since they would break it."""
+    code object of its own: Dynamo counts recompilations per code object. Calls of
+    loggers are left out of it, since they would break it."""
     from torch._dynamo import config
 
     own = types.FunctionType(
@@ -383,8 +382,8 @@ def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         # Libraries add methods to loggers when they are imported.
         methods = {getattr(logging.Logger, name, None) for name in names} - {None}
         ignored = config.ignore_logging_functions | methods
-        settings = {"specialize_float": True, "ignore_logging_functions": ignored}
-        with config.patch(settings), _settings_unwritten():
+        own_settings = config.patch(ignore_logging_functions=ignored)
+        with own_settings, _settings_unwritten():
             return compiled(*args, **kwargs)
 
     return call
@@ -398,6 +397,13 @@ def _settings_unwritten() -> contextlib.AbstractContextManager[Any]:
     if torch.__version__ >= "2.13":
         return contextlib.nullcontext()
     return mock.patch.object(utils, "_get_dynamo_config_for_logging", lambda: None)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Return whether Dynamo refused to compile a function once more."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.FailOnRecompileLimitHit)
 
 
 def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:

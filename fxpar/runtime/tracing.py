@@ -63,7 +63,7 @@ class Outcome:
     result: Any
     # By parameter or argument name.
     gradients: dict[str, torch.Tensor]
-    # New values of buffers and arguments changed in place.
+    # New values of buffers, and of arguments changed in place.
     mutations: dict[str, torch.Tensor]
 
 
@@ -179,8 +179,9 @@ def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
 
 class _Program(nn.Module):
     """Is the traced callable as a module of flat tensors: tensor arguments in, tensor
-    results out. Parameters and buffers of all modules it uses are its own, each once,
-    so that a tied weight is one input with one gradient."""
+    results out, and after them new tensors that it gave buffers. Parameters and buffers
+    of all modules it uses are its own, each once, so that a tied weight is one input
+    with one gradient."""
 
     def __init__(self, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -201,7 +202,8 @@ class _Program(nn.Module):
         return key
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """Run the callable on the traced tensors, and return its tensor results."""
+        """Run the callable on the traced tensors, and return its tensor results and the
+        new tensors of buffers."""
         args, kwargs = self.call.unflatten(tensors)
         self._swap_tensors()
         with UserLines():
@@ -211,9 +213,26 @@ class _Program(nn.Module):
             TENSOR if isinstance(x, torch.Tensor) else x for x in leaves
         ]
         results = [x for x in leaves if isinstance(x, torch.Tensor)]
+        reassigned = self._reassigned()
+        self.call.reassigned = [*reassigned]
+        results += [x.detach() for x in reassigned.values()]
         if self.call.grad:
             results = _as_separate_tensors(results, [*tensors, *self.parameters()])
         return tuple(results)
+
+    def _reassigned(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that took the place of buffers in modules, by name."""
+        keys = {name: key for key, name in self.names.items()}
+        named = (
+            (_full(prefix, name), x)
+            for prefix, module in self.used.items()
+            for name, x in module.named_buffers()
+        )
+        return {
+            name: x
+            for name, x in named
+            if name in keys and x is not getattr(self, keys[name])
+        }
 
     def _swap_tensors(self) -> None:
         """Put the traced tensors into the modules, until ``swapped`` is closed: the
@@ -268,6 +287,8 @@ class TracedCall:
         self.program = _Program(self, modules_of(fn))
         self.out_tree: Any = None
         self.out_leaves: list[Any] = []
+        # Names of buffers that the program gives new tensors.
+        self.reassigned: list[str] = []
         self.feeds: list[tuple[str, Any, Any]] = []
 
     @property
@@ -311,7 +332,8 @@ class TracedCall:
     def trace(self) -> tuple[fx.GraphModule, Any]:
         """Return the traced graph on fake tensors, flat in and out, and their mode.
 
-        Raises PlanError where the program is not one graph of fixed shapes.
+        Raises PlanError where the program is not one graph of fixed shapes, or has no
+        tensors.
         """
         mode = _torch.fake.fake_mode_of(self.leaves)
         mode = mode or _torch.fake.new_fake_mode(symbols=True)
@@ -359,6 +381,12 @@ class TracedCall:
                     raise
                 raise refused from error
             _torch.inductor.replace_random(module, mode)
+        if not any("val" in node.meta for node in module.graph.nodes):
+            raise PlanError(
+                "the program has no tensors, so that there is nothing to plan",
+                fix="give tensors for the arguments of the call: fxpar.plan(model, x, "
+                "mesh=...)",
+            )
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
         return module, mode
@@ -424,10 +452,14 @@ class TracedCall:
 
     def outcome(self, signature: Signature, values: Sequence[Any]) -> Outcome:
         """Return flat graph outputs as the user's result, gradients and new buffers."""
-        tensors, gradients, mutations = {}, {}, {}
+        tensors, gradients, mutations, count = {}, {}, {}, self.result_count
         for declared, value in zip(signature.outputs, values, strict=True):
             if declared.kind == "output":
-                tensors[int(declared.name.removeprefix("output_"))] = value
+                k = int(declared.name.removeprefix("output_"))
+                if k < count:
+                    tensors[k] = value
+                else:
+                    mutations[self.reassigned[k - count]] = value
             elif value is None or declared.of is None:
                 continue
             elif declared.kind == "gradient":

@@ -56,7 +56,7 @@ def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries
     else:
         try:
             toml = tomllib.loads(Path(source).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise HintError(
                 f"cannot read the hints file {source}: {error}", fix=_FORM
             ) from error

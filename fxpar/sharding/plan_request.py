@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.config import Options
-from fxpar.errors import DeviceError, MeshError
+from fxpar.errors import DeviceError, MeshError, OptionError
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
@@ -316,9 +316,14 @@ def plan_mode(text: str, options: Options, ranks: int, graph: str = "") -> Mode:
     """Return a mode of the pipeline, or the Plan a file holds; of a folder written by
     FXPAR_DUMP, the plan of this ``graph``. ``ranks``: how many run the program.
 
-    Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
-    known figures.
+    Raises PlanError, OptionError on unknown hardware and what is no mode, DeviceError
+    on a device without known figures.
     """
+    if not isinstance(text, str | Path):
+        raise OptionError(
+            f"mode cannot be {text!r}",
+            fix="give search, propagate, replicate, or a file of plan.save()",
+        )
     if text == "search":
         on = machine(options, ranks)
         return SearchOptions(on, options.search_seconds, options.memory)

@@ -36,6 +36,11 @@ def with_a_gradient(x: torch.Tensor, w: torch.Tensor) -> Results:
     return z.relu().sum(), z, z.detach(), z.detach()[0]
 
 
+def equal(x: torch.Tensor, w: torch.Tensor) -> Results:
+    """Computed once where gradients are recorded, but two tensors."""
+    return (x @ w).square().sum(), x @ w, x @ w
+
+
 def apart(x: torch.Tensor, w: torch.Tensor) -> Results:
     """The negative twin: nothing here shares memory."""
     z = torch.relu(x @ w)
@@ -48,6 +53,7 @@ PROGRAMS = {
     the_largest_in_between: 2,
     thirds: 1,
     with_a_gradient: 3,
+    equal: 4,
     apart: 3,
 }
 
@@ -74,7 +80,7 @@ def compare(dynamic: bool, codegen: str) -> list[int]:
         for rows in (8, 6):
             torch.manual_seed(rows)
             x, w = torch.randn(rows, 8), torch.randn(8, 6)
-            w.requires_grad_(fn is with_a_gradient)
+            w.requires_grad_(fn in (with_a_gradient, equal))
             got, want = write_to_each(compiled, x, w), write_to_each(fn, x, w)
             torch.testing.assert_close(got, want)
         counts.append(len(fxpar.plans()[-1].collectives))

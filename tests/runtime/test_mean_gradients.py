@@ -572,14 +572,17 @@ def test_results_that_show_one_memory_are_copied():
         return first, second, first.view(2, 2), whole, whole.t(), whole.t()
 
     x = torch.randn(2, 4)
-    module = make_fx(show, tracing_mode="fake")(x)
-    separate_results(module.graph)
-    module.recompile()
-    results = module(x)
-    assert all(map(torch.equal, results, show(x)))
-    assert len({result.data_ptr() for result in results}) == len(results)
-    kept = torch.ops.fxpar.kept.default
-    assert len(module.graph.find_nodes(op="call_function", target=kept)) == 3
+    apart_from_whole = {3: "whole", 4: "another", 5: "whole"}
+    for own, copies in ((None, 3), ({}, 0), (apart_from_whole, 1)):
+        module = make_fx(show, tracing_mode="fake")(x)
+        separate_results(module.graph, own)
+        module.recompile()
+        results = module(x)
+        assert all(map(torch.equal, results, show(x)))
+        kept = torch.ops.fxpar.kept.default
+        found = module.graph.find_nodes(op="call_function", target=kept)
+        assert len(found) == copies
+        assert len({y.data_ptr() for y in results}) == len(results) - 3 + copies
 
 
 def holders_of(fn):

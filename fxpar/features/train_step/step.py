@@ -101,7 +101,8 @@ class TrainStep:
         """Return the loss, detached, as it was before the update; where ``loss_fn``
         returns more, all that it returns.
 
-        Raises PlanError if the step is not one graph, or inside ``fxpar.alone``.
+        Raises PlanError if the step is not one graph, if Dynamo compiled it too often,
+        or inside ``fxpar.alone``.
         """
         if is_alone():
             raise PlanError(
@@ -114,6 +115,14 @@ class TrainStep:
             with torch.enable_grad(), traced_for(self.mesh):
                 results = self._forward(*args, **kwargs)
         except Exception as error:
+            if _torch.dynamo.is_recompile_limit(error):
+                raise PlanError(
+                    "fxpar.train_step was compiled as often as "
+                    "torch._dynamo.config.recompile_limit allows, for other values "
+                    "that it reads in Python each time",
+                    fix="give it what changes as a tensor (TORCH_LOGS=recompiles says "
+                    "what that is), or raise that limit",
+                ) from error
             why = _torch.dynamo.why_not_one_graph(error)
             if why is None:
                 raise

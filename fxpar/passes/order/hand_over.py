@@ -1,19 +1,19 @@
-"""Gives each gradient of a backward memory of its own, and hands those of parameters
-over as soon as they are computed.
+"""Gives each result of a forward or a backward memory of its own, and hands gradients
+of parameters over as soon as they are computed.
 
-In: a backward by itself, and which of its results are gradients of parameters. Out: the
-same graph with copies of results that would share memory, and with calls of
-``fxpar::hand_over``, each after the last of a few gradients, which give them to
-``runtime.ranks.mean_gradients``. Never: the values change; gradients that are not taken
-there go through autograd as usual. The memory of one that is taken is free from then on
-if nothing else reads it: a backward returns all gradients at its end, and would hold
-them beside those that are reduced.
+In: a forward or a backward by itself, and which of its results are gradients of
+parameters. Out: the same graph with copies of results that would share memory, and with
+calls of ``fxpar::hand_over``, each after the last of a few gradients, which give them
+to ``runtime.ranks.mean_gradients``. Never: the values change; gradients that are not
+taken there go through autograd as usual. The memory of one that is taken is free from
+then on if nothing else reads it: a backward returns all gradients at its end, and would
+hold them beside those that are reduced.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,27 +40,41 @@ define_op(
 )
 
 
-def separate_results(graph: fx.Graph) -> None:
-    """Copy each result that shows the memory of an earlier one, in place. The
-    partitioner computes equal gradients once; autograd takes each tensor for
-    ``.grad``, where both would then be changed in place."""
+def memories(results: Sequence[Any]) -> dict[int, Hashable]:
+    """Return a key of the memory that each result shows, of those that are tensors, by
+    position."""
+    return {
+        i: _memory_of(result)
+        for i, result in enumerate(results)
+        if isinstance(result, fx.Node)
+        and isinstance(result.meta.get("val"), torch.Tensor)
+    }
+
+
+def separate_results(
+    graph: fx.Graph, own: Mapping[int, Hashable] | None = None
+) -> None:
+    """Copy each result that shows the memory of an earlier one, in place. ``own``: keys
+    of results, by position, of which those with one key may share memory; others are
+    left as they are. None: no two results may.
+
+    The partitioner computes equal values once. Users write to results in place, and
+    autograd takes each gradient for a ``.grad``: both tensors would then change."""
     output = graph.output_node()
-    results, seen = list(output.args[0]), set[Any]()
-    for i, result in enumerate(results):
-        meta = result.meta if isinstance(result, fx.Node) else {}
-        if not isinstance(meta.get("val"), torch.Tensor):
+    results, first = list(output.args[0]), dict[Hashable, Hashable]()
+    for i, memory in memories(results).items():
+        if own is not None and i not in own:
             continue
-        memory = _memory_of(result)
-        if memory in seen:
+        result, key = results[i], i if own is None else own[i]
+        if first.setdefault(memory, key) != key:
             custom_ops.register_lowerings()
             with graph.inserting_before(output):
                 results[i] = graph.call_function(_KEPT, (result,))
-            results[i].meta = dict(meta)
-        seen.add(memory)
+            results[i].meta = dict(result.meta)
     output.args = (type(output.args[0])(results),)
 
 
-def _memory_of(node: fx.Node) -> Any:
+def _memory_of(node: fx.Node) -> Hashable:
     """Return a key of the memory that a value shows."""
     if not _is_view(node):
         return node

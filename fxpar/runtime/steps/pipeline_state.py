@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,15 +178,14 @@ class PhaseState(PipelineState, PhaseGraph):
     even: bool = True
     # Names of the parameters sharded by fxpar.shard that the program reads.
     at_rest: tuple[str, ...] = ()
+    # Of results of a forward, by position, keys of their memory in the user's program;
+    # None in a backward, whose results share none.
+    memories: Mapping[int, Hashable] | None = None
     # Results of a backward that a reducer takes where they are made: by position, the
     # argument whose gradient the result is.
     gradients: Mapping[int, int] = field(default_factory=dict)
     # Texts about the regions that run as generated kernels.
     regions: list[str] = field(default_factory=list)
-
-    @property
-    def is_backward(self) -> bool:
-        return self.which == "backward"
 
     @property
     def label(self) -> str:

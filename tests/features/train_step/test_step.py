@@ -544,6 +544,43 @@ def test_losses_that_are_none(loss: Any, says: str) -> None:
     assert "fix:" in str(raised.value)
 
 
+def test_all_values_of_a_float_have_one_program() -> None:
+    """More of them than Dynamo compiles a function for."""
+    losses, before = [], len(fxpar.plans())
+    x, y = batches(1)[0]
+    for compiled in (False, True):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss(m: Any, x: torch.Tensor, y: torch.Tensor, k: float) -> torch.Tensor:
+            return loss_fn(m, x, y) * k + (1 - k) * m(x).square().mean()
+
+        step = train_step(model, optimizer, loss) if compiled else None
+        for i in range(torch._dynamo.config.recompile_limit + 2):
+            call = functools.partial(loss, model, k=i / 10)
+            losses.append(
+                step(x, y, k=i / 10).item()
+                if step
+                else loop(call, optimizer, [(x, y)])[0][0]
+            )
+    count = len(losses) // 2
+    same(losses[count:], losses[:count])
+    assert len(fxpar.plans()) - before == 2  # Dynamo takes the first for fixed
+
+
+def test_the_limit_of_dynamo_is_an_error_with_a_fix() -> None:
+    model, (x, y) = build(), batches(1)[0]
+
+    def loss(m: Any, x: torch.Tensor, y: torch.Tensor, way: str) -> torch.Tensor:
+        return loss_fn(m, x, y) * (2 if way == "twice" else 1)
+
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        step(x, y, "once")
+        with pytest.raises(PlanError, match="as often as.*\n.*as a tensor"):
+            step(x, y, "twice")
+
+
 def test_the_line_of_what_is_not_one_graph_is_the_users() -> None:
     """A module of torch's looks at the values of a mask."""
     attention = nn.TransformerEncoder(
