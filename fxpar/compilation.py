@@ -119,6 +119,7 @@ def compile_graph(
     the plan splits some of them, PlanStands where the plan of the job's rival is kept.
     """
     broken_at = _torch.dynamo.graph_break_line(gm)
+    _torch.dynamo.copy_detached_results(gm)
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number, with_room = next_graph(), _with_room(job, gm, examples)

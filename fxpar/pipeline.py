@@ -44,7 +44,7 @@ from fxpar.passes.order.order_collectives import (
     Settings,
     of_build,
 )
-from fxpar.passes.writes_as_results import Write
+from fxpar.passes.writes_as_results import Write, drop_kept
 from fxpar.runtime import stage_times
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.runtime.stage_times import stage
@@ -160,6 +160,12 @@ RANK = with_features(
 PHASE = with_features(
     "bound",
     (
+        Pass(
+            "drop_kept",
+            lambda graph, _: drop_kept(graph),
+            ops="fxpar.kept_for_backward",
+            optional=False,
+        ),
         *ORDER,
         Pass("fuse_regions", lowering_steps.fuse_regions),
         *LAST,

@@ -24,6 +24,7 @@ from fxpar._fast.python_memory import in_one_block, old_objects_kept
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar._fast.switch import is_taken
 from fxpar._torch.distributed import is_only_rank
+from fxpar._torch.objects import memory_of
 
 # Raises in compiled code, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
@@ -415,3 +416,25 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
         return None
     stack = getattr(error, "real_stack", None) or ()
     return str(error).splitlines()[0], line_in(stack)
+
+
+def copy_detached_results(gm: fx.GraphModule) -> None:
+    """Copy results of a Dynamo graph that are detached from a value of which other
+    results are views with a gradient, while the value itself is no result, in place.
+    AOTAutograd (torch 2.13) loses the gradient of the views, and without a word."""
+    by_memory: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.output_node().all_input_nodes:
+        x = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(x, torch.Tensor):
+            by_memory.setdefault(memory_of(x), []).append(node)
+    for nodes in by_memory.values():
+        values = [node.meta["example_value"] for node in nodes]
+        recorded = [x for x in values if x.requires_grad]
+        if not recorded or not all(x._is_view() for x in recorded):
+            continue
+        for node, x in zip(nodes, values, strict=True):
+            if not x.requires_grad:
+                with gm.graph.inserting_after(node):
+                    copy = gm.graph.call_method("clone", (node,))
+                copy.meta = dict(node.meta) | {"example_value": x.clone()}
+                gm.graph.output_node().replace_input_with(node, copy)

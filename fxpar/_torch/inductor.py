@@ -69,11 +69,16 @@ def inductor_prim(name: str) -> Any:
 
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
     """Replace ATen random ops by Inductor's seed-and-index form, seeds numbered as on
-    one device. Does nothing under Inductor's ``fallback_random``."""
+    one device. Does nothing under Inductor's ``fallback_random``.
+
+    Inductor (torch 2.13) takes no dtype for float32, not for torch's default."""
     from torch._inductor.fx_passes.joint_graph import lazy_init
     from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch._inductor.virtualized import V
 
+    for op in (torch.ops.aten.rand.default, torch.ops.aten.randn.default):
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            node.kwargs = dict(node.kwargs) | {"dtype": node.meta["val"].dtype}
     lazy_init(None)
     with V.set_fake_mode(fake_mode):
         replace_random_passes(gm)

@@ -5,8 +5,8 @@ norms do to buffers and optimizers to parameters. Planning, verbs and stages see
 only, so ``lift`` makes ``new`` one more result. Out: ``put`` makes it a write again,
 after all else, where code generation can let the op that computes the value write in
 place. A graph may return the written input, as a static cache does its length.
-``keep_read`` protects values read from an input before it is written. Never: any other
-node changes.
+``keep_read`` protects values read from an input before it is written; ``drop_kept``
+removes its marks from a forward. Never: any other node changes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
+from fxpar._torch.objects import define_op
 from fxpar.graph.custom_ops import register_lowerings
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import PHASE, depending_on_tangents
+from fxpar.sharding.program import PHASE, ancestors, depending_on_tangents
 
 WRITE = torch.ops.aten.copy_.default
+# Declared to write to its operands, so that partitioners compute them in the forward.
+define_op("fxpar::kept_for_backward(Tensor(a!)[] values) -> ()", lambda *_: None)
+_SAVED = CheckpointPolicy.MUST_SAVE
+_KEPT_FOR_BACKWARD = torch.ops.fxpar.kept_for_backward.default
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
     In a joint graph the backward would read the input after it was written: Inductor
     (torch 2.13) treats a copy as the value it copies, so copies become ops it does not
     know; and the partitioner may recompute values that read the input, so these are
-    saved.
+    saved. Those that the backward alone needs would be computed there: the forward gets
+    an op that reads them.
     """
     inputs = graph.find_nodes(op="placeholder")
     overwritten = {inputs[i] for i in written}
@@ -114,7 +120,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
     pending = [node for node in inputs if node in overwritten]
     if not pending:
         return
-    late = depending_on_tangents(graph)
+    late, kept = depending_on_tangents(graph), list[fx.Node]()
     while pending:
         node = pending.pop()
         for user in list(node.users):
@@ -123,7 +129,8 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
                 pending.append(user)
             if is_view(user) or user in late or user.target in ("output", WRITE):
                 continue
-            user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            if user.meta.setdefault("recompute", _SAVED) is _SAVED:
+                kept.append(user)
             own = node.meta["val"]
             copies = op_facts_of(user.target).copies
             if copies and (value.shape, value.dtype) == (own.shape, own.dtype):
@@ -132,7 +139,20 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
                     copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
                 copy.meta = dict(user.meta) | {"val": own}
                 user.replace_input_with(node, copy)
+    output = graph.output_node()
+    writes = graph.find_nodes(op="call_function", target=WRITE)
+    forward = ancestors({*writes, *output.all_input_nodes} - late)
+    if late and (unclaimed := [node for node in kept if node not in forward]):
+        with graph.inserting_before(next(iter(writes), output)):
+            graph.call_function(_KEPT_FOR_BACKWARD, (unclaimed,)).meta["val"] = None
     graph.lint()
+
+
+def drop_kept(graph: fx.Graph) -> None:
+    """Remove from a forward, in place, what makes it compute values that the backward
+    alone needs: it returns them."""
+    for node in graph.find_nodes(op="call_function", target=_KEPT_FOR_BACKWARD):
+        graph.erase_node(node)
 
 
 def _results(output: fx.Node) -> list[Any]:

@@ -106,6 +106,62 @@ def test_what_is_computed_of_a_buffer_that_is_updated_is_saved() -> None:
         torch.testing.assert_close(got, want)
 
 
+class Scaled(torch.autograd.Function):
+    """Computes in its forward what its backward alone needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward((variance + 1e-3).rsqrt())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Renormed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 6)
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        result = Scaled.apply(y, self.variance)
+        with torch.no_grad():
+            self.variance.lerp_(y.var(0), 0.5)
+        return result
+
+
+def renormed(**compiler: Any) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Renormed().double()
+    call = torch.compile(model, **compiler) if compiler else model
+    call(torch.randn(8, 8).double()).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def renormed_here(codegen: str) -> list[torch.Tensor]:
+    return renormed(backend="fxpar", options={"codegen": codegen})
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_what_the_backward_alone_reads_of_a_buffer_is_computed_before(
+    codegen: str,
+) -> None:
+    want = renormed()
+    for got in shared_pool(2).run(renormed_here, codegen, env={"FXPAR_MESH": "dp=2"}):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_partitioner_computes_it_in_the_backward(backend: str) -> None:
+    """If this fails, torch is mended, and ``fxpar::kept_for_backward`` can go."""
+    want, got = renormed(), renormed(backend=backend)
+    assert any(not torch.allclose(x, y) for x, y in zip(got, want, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [lambda **how: gradients("clone", **how), normed])
 def test_inductor_reads_the_buffer_again(of: Any) -> None:
@@ -116,6 +172,44 @@ def test_inductor_reads_the_buffer_again(of: Any) -> None:
     want, got = of(), of(backend="inductor")
     assert any(not torch.allclose(x, y) for x, y in zip(got, want, strict=True))
     torch.testing.assert_close(of(backend="aot_eager"), want)
+
+
+class Halved(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y.detach(), y[:, :2]
+
+
+def detached(at_rest: bool, **compiler: Any) -> list[Any]:
+    """Which results have a gradient, and those of parameters."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Halved(8, 6).double()
+    model = fxpar.shard(model) if at_rest else model
+    call = torch.compile(model, **compiler) if compiler else model
+    whole_result, half = call(torch.randn(8, 8).double())
+    half.square().mean().backward()
+    grads = [p.grad if p.grad is None else whole(p.grad) for p in model.parameters()]
+    return [whole_result.requires_grad, half.requires_grad, *grads]
+
+
+def detached_here(at_rest: bool) -> list[Any]:
+    return detached(at_rest, backend="fxpar", options={"codegen": "eager"})
+
+
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_a_view_beside_its_detached_base_has_a_gradient(at_rest: bool) -> None:
+    want = detached(False)
+    how = {"env": {"FXPAR_MESH": "dp=2"}}
+    for got in shared_pool(2).run(detached_here, at_rest, **how):
+        assert got[:2] == want[:2] == [False, True]
+        torch.testing.assert_close(got[2:], want[2:])
+
+
+@pytest.mark.slow
+def test_aotautograd_loses_the_gradient_of_a_view() -> None:
+    """If this fails, torch is mended, and ``copy_detached_results`` can go."""
+    assert detached(False, backend="inductor")[2:] == [None, None]
 
 
 class Checkpointed(nn.Module):

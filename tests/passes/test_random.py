@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fxpar
 from fxpar.passes.normalize import random as sharded
 
 CPU = torch.device("cpu")
@@ -109,6 +110,20 @@ def test_indices_wrap_at_32_bits() -> None:
     draw = torch.ops.fxpar.random
     beyond = draw([1, 8], seed, "rand", huge, [2**18, 0])
     assert torch.equal(beyond, draw([1, 8], seed, "rand", huge, [0, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_have_the_default_dtype(dtype: torch.dtype) -> None:
+    def noisy(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.rand(4, 6) @ x, torch.randn(6)
+
+    torch.set_default_dtype(dtype)
+    try:
+        x = torch.ones(6, 6)
+        plan = fxpar.plan(noisy, x, mesh="dp=2", mode="propagate")
+        assert [y.dtype for y in plan.simulate(x)] == [dtype, dtype]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_fake_results() -> None:

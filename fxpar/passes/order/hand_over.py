@@ -79,7 +79,7 @@ def _memory_of(node: fx.Node) -> Hashable:
     if not _is_view(node):
         return node
     base = node.all_input_nodes[0]
-    values = [x.meta["val"] for x in (base, node)]
+    values = [x.meta.get("val") for x in (base, node)]
     are_tensors = all(isinstance(x, torch.Tensor) for x in values)
     if are_tensors and len({*map(hint_numel, values)}) == 1:
         return _memory_of(base)
