@@ -27,8 +27,7 @@ def dropped() -> weakref.ref[Any]:
 
 
 @pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    gc.collect()
+def restored() -> Iterator[None]:
     before = gc.get_threshold()
     assert gc.get_freeze_count() <= OF_PYTHON
     yield
