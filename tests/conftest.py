@@ -28,9 +28,10 @@ def propagated() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _plans_of_a_module() -> Iterator[None]:
     """No module's plans and graphs are kept for the next, so that Python has less to
-    look through."""
+    look through; nor do its ranks look around while others have none."""
     yield
     processes.forget_plans()
+    processes.rest()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -36,6 +36,12 @@ def forget_plans() -> None:
         graphs._PLANS.clear()
 
 
+def rest() -> None:
+    """Let ranks of this session, if there are any, rest until they are called."""
+    if spawn := sys.modules.get("tests.helpers.spawn"):
+        spawn.rest()
+
+
 class RankError(AssertionError):
     """Ranks raised, ended, or did not finish in time."""
 
