@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--failures", metavar="FILE", help="append failures as they come")
 
 
+# Long files at the end of the order of folders come first: while the last of them ran,
+# other workers would have nothing to do.
+LONGEST = ("test_docs.py", "test_imports.py", "test_scripts_by_default.py")
+
+
 def in_part(test: str, part: str) -> bool:
     """Whether a test, by its id, is in a part such as "2/8"."""
     number, of = map(int, part.split("/"))
@@ -73,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     part = config.getoption("--part")
     if part:
         others = [item for item in items if not in_part(item.nodeid, part)]
