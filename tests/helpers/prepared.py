@@ -8,11 +8,10 @@ asks for a GPU, which its forks could not use.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 from pathlib import Path
 
-from tests.helpers.processes import collect_rarely
+from tests.helpers.processes import collect_rarely, set_aside
 
 IMPORTED = [
     "torch._dynamo",
@@ -40,19 +39,6 @@ def prepare() -> None:
     torch._inductor.cpu_vec_isa.pick_vec_isa()
     fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
     torch._dynamo.reset()
-
-
-def set_aside() -> None:
-    """Let Python look no more for garbage among what there is, 600,000 objects of
-    libraries, and fxpar not for optimizers, which takes a tenth of a second."""
-    from fxpar._torch import dtensor, objects
-
-    gc.collect()
-    gc.freeze()
-    count = gc.get_freeze_count()  # goes through all of them
-    gc.get_freeze_count = lambda: count
-    for module in (dtensor, objects):
-        module.thawed = contextlib.nullcontext
 
 
 collect_rarely()
