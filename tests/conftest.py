@@ -28,14 +28,20 @@ def propagated() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _plans_of_a_module() -> Iterator[None]:
     """No module's plans and graphs are kept for the next, so that Python has less to
-    look through."""
+    look through; nor do its ranks look around while others have none."""
     yield
     processes.forget_plans()
+    processes.rest()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", help="run part N of so many")
     parser.addoption("--failures", metavar="FILE", help="append failures as they come")
+
+
+# Long files at the end of the order of folders come first: while the last of them ran,
+# other workers would have nothing to do.
+LONGEST = ("test_docs.py", "test_imports.py", "test_scripts_by_default.py")
 
 
 def in_part(test: str, part: str) -> bool:
@@ -72,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     part = config.getoption("--part")
     if part:
         others = [item for item in items if not in_part(item.nodeid, part)]

@@ -595,8 +595,16 @@ def test_a_layer_that_fails_fails_as_without() -> None:
     assert str(ours.value) == str(plain.value)
 
 
-@pytest.mark.parametrize("index", [0, 3])
-@pytest.mark.parametrize("change", ["scale", "drop", "tie", "freeze", "widen"])
+@pytest.mark.parametrize(
+    ("change", "index"),
+    [
+        ("scale", 0),
+        *(
+            (change, LAYERS - 1)
+            for change in ("scale", "drop", "tie", "freeze", "widen")
+        ),
+    ],
+)
 def test_a_change_of_any_layer_is_seen_afterwards(index: int, change: str) -> None:
     """Guards stand for layers that were not traced as well."""
     model, x, counts = Stack().double(), rows().double(), []

@@ -22,7 +22,7 @@ from fxpar.errors import FxparError, OptionError, PlanError, ScheduleError
 from fxpar.sharding.plan import Plan
 
 MESH = "dp=2,tp=2"
-SEEDS = [*range(60), *(pytest.param(i, marks=pytest.mark.slow) for i in range(60, 160))]
+SEEDS = [*range(25), *(pytest.param(i, marks=pytest.mark.slow) for i in range(25, 160))]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._decomp import decomposition_table
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._inductor import config as inductor_config
 from torch._inductor import dependencies, pattern_matcher
 from torch._inductor.scheduler import SchedulerNode
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -43,6 +45,16 @@ from tests.helpers.wrapper import code_of
 MENDED_2_14 = pytest.mark.skipif(
     torch.__version__ >= "2.14", reason="torch 2.14 is mended"
 )
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Inside, no graph that was compiled is taken from a cache; kernels are."""
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 class Counted(nn.Module):
@@ -302,7 +314,7 @@ def dropped_in_a_body(backend: str) -> bool:
         return torch.cond(x.sum() > 0, lambda x: F.dropout(x * 2.0), torch.sin, (x,))
 
     x = torch.ones(8, 8, requires_grad=True)
-    with fresh_cache():
+    with compiled_anew():
         y = torch.compile(branches, backend=backend, fullgraph=True)(x)
         y.sum().backward()
     return torch.equal(y != 0, x.grad != 0)
@@ -496,7 +508,7 @@ def lost_by(backend: str) -> float:
     """How far a compiled sum with a scale is from that of eager code."""
     torch._dynamo.reset()
     operands = [torch.ones(4, 4), torch.ones(4, 4)]
-    with fresh_cache():
+    with compiled_anew():
         got = torch.compile(scaled, backend=backend)(*operands)
     return float((got - scaled(*operands)).abs().max())
 

@@ -122,7 +122,10 @@ def seconds_of(rows: Rows, prices: Prices, sliced: frozenset[Any]) -> float | No
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(12), *(pytest.param(i, marks=pytest.mark.slow) for i in range(12, 40))],
+)
 def test_no_choice_is_better(seed: int, split: bool) -> None:
     """Of all, and of those that split every all-reduce."""
     case = Random(seed)

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 from pathlib import Path
 
-from tests.helpers.processes import collect_rarely
+from tests.helpers.processes import collect_rarely, set_aside
 
 IMPORTED = [
     "torch._dynamo",
@@ -19,6 +19,7 @@ IMPORTED = [
     "fxpar.backend",
     "numba",
     "scipy.optimize",
+    "torch.distributed.optim",
     "transformers.models.llama.modeling_llama",
 ]
 
@@ -31,7 +32,11 @@ def prepare() -> None:
 
     tqdm.tqdm.monitor_interval = 0  # forks would lack its thread
     model, x = torch.nn.Linear(4, 4), torch.ones(4, 4)
-    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    for backend in ("aot_eager", "inductor"):
+        with torch._inductor.config.patch(compile_threads=1):
+            torch.compile(model, backend=backend)(x).sum().backward()
+    # Compiles five programs in each folder of caches that is empty.
+    torch._inductor.cpu_vec_isa.pick_vec_isa()
     fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
     torch._dynamo.reset()
 
@@ -42,3 +47,4 @@ for _name in IMPORTED:
         importlib.import_module(_name)
 if not Path("/dev/nvidiactl").exists():
     prepare()
+    set_aside()

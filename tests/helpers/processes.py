@@ -27,6 +27,21 @@ def collect_rarely() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
+def set_aside() -> None:
+    """Let Python look no more for garbage among what there is, 600,000 objects of
+    libraries at first, nor fxpar for optimizers, which takes a tenth of a second.
+    Where objects are frozen, fxpar leaves garbage to Python: this is rare, too."""
+    from fxpar._torch import dtensor, objects
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    count = gc.get_freeze_count()  # goes through all of them
+    gc.get_freeze_count = lambda: count
+    for module in (dtensor, objects):
+        module.thawed = contextlib.nullcontext
+
+
 def forget_plans() -> None:
     """Drop what this process compiled: a thousand plans are a million objects, which
     Python looks through."""
@@ -34,6 +49,12 @@ def forget_plans() -> None:
         dynamo.reset()
     if graphs := sys.modules.get("fxpar.runtime.calls.compiled_graph"):
         graphs._PLANS.clear()
+
+
+def rest() -> None:
+    """Let ranks of this session, if there are any, rest until they are called."""
+    if spawn := sys.modules.get("tests.helpers.spawn"):
+        spawn.rest()
 
 
 class RankError(AssertionError):
@@ -60,7 +81,8 @@ def start(
 def _call(
     fn: Callable[..., Any], output: str, env: Mapping[str, str], args: Sequence[Any]
 ) -> None:
-    collect_rarely()
+    if "tests.helpers.prepared" not in sys.modules:
+        collect_rarely()
     os.setsid()  # an interrupt is for the process that started it
     os.chdir(ROOT)
     os.environ.clear()

@@ -38,6 +38,7 @@ from tests.helpers.processes import (
     host_store,
     log,
     of_the_test,
+    set_aside,
     start,
     variables,
 )
@@ -96,6 +97,19 @@ class Pool:
     def renew(self) -> None:
         """Start a new process group for the next call."""
         self._fresh = True
+
+    def rest(self) -> None:
+        """Let ranks leave their process group, whose threads never sleep long, until
+        the next call, and set aside what they hold."""
+        if not self._world:
+            return
+        self._world, self._fresh = 0, True
+        job = {"fn": (set_aside.__module__, "set_aside"), "args": (), "env": {}}
+        job |= {"world": 0, "life": None}
+        with contextlib.suppress(RankError, OSError):  # lost: all start again
+            for rank in self._ranks:
+                rank.pipe.send_bytes(pickle.dumps(job))
+            self._collect(self._ranks, 60.0)
 
     def close(self) -> None:
         """End all ranks."""
@@ -201,6 +215,15 @@ class SharedPool:
         self.pool.renew()
 
 
+_POOLS: list[Pool] = []  # of the session
+
+
+def rest() -> None:
+    """Let the session's ranks rest until they are called."""
+    for pool in _POOLS:
+        pool.rest()
+
+
 def shared_pool(size: int) -> SharedPool:
     """``size`` ranks of the session's one pool, which start once for all tests."""
     return SharedPool(size, _session_pool(max(size, RANKS)))
@@ -214,6 +237,7 @@ def ranks_of(mesh: str) -> SharedPool:
 @functools.cache
 def _session_pool(size: int) -> Pool:
     pool = Pool(size)
+    _POOLS.append(pool)
     atexit.register(pool.close)
     return pool
 
@@ -265,6 +289,8 @@ class _Worker:
         if self.dist.is_initialized():
             self.dist.destroy_process_group()
         self.life = None
+        if life is None:
+            return
         self.dist.init_process_group(
             device.BACKEND,
             store=self.dist.PrefixStore(str(life), self.store),

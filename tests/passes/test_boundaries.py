@@ -21,6 +21,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output, Signature
 from fxpar.sharding.spec import Spec
+from tests.helpers.pairs import diagonal
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -171,8 +172,12 @@ def plain(use: Use, weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor
     return loss.detach(), layer.weight.grad
 
 
-@pytest.mark.parametrize("use", [linear, twice, aliased, cast])
-@pytest.mark.parametrize("spec", ["[tp+dp, _]", "[tp, dp]", "[_, dp]", "[_, _]"])
+@pytest.mark.parametrize(
+    ("use", "spec"),
+    diagonal(
+        [linear, twice, aliased, cast], ["[tp+dp, _]", "[tp, dp]", "[_, dp]", "[_, _]"]
+    ),
+)
 def test_numbers_are_those_of_one_device(use: Use, spec: str) -> None:
     traced = Traced(use, spec)
     assert not crossings(traced.graph)

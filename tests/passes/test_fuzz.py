@@ -15,7 +15,7 @@ from tests.helpers.check_random import run
 from tests.helpers.random_cuts import CutsCase
 from tests.helpers.random_programs import Case, PartsCase
 
-QUICK, ALL = 16, 2016
+QUICK, ALL = 10, 2010
 
 
 @pytest.mark.parametrize("seed", range(QUICK))

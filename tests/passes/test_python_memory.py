@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from fxpar._fast.python_memory import OF_PYTHON, old_objects_kept
+from fxpar._torch import dtensor, objects
 from tests.helpers.patched import needs_patches
 
 pytestmark = needs_patches
@@ -27,8 +29,7 @@ def dropped() -> weakref.ref[Any]:
 
 
 @pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    gc.collect()
+def restored() -> Iterator[None]:
     before = gc.get_threshold()
     assert gc.get_freeze_count() <= OF_PYTHON
     yield
@@ -65,3 +66,17 @@ def test_what_the_user_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+class OfAUser(torch.optim.SGD): ...
+
+
+def test_old_optimizers_and_tensors_are_found() -> None:
+    """In forks of ``tests.helpers.prepared`` none is old, so that no rank tests it."""
+    x = torch.zeros(3, requires_grad=True)
+    mine = [torch.optim.SGD([x], 0.1), OfAUser([x], 0.1)]
+    with old_objects_kept():
+        assert {*map(id, mine)} <= {*map(id, objects.live_optimizers())}
+        users = dtensor.live_users_of({objects.memory_of(x)})
+        assert any(user is x for user in users)
+        assert gc.get_freeze_count() > OF_PYTHON  # they are kept again

@@ -12,6 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar import Spec
+from tests.helpers.pairs import diagonal
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +113,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize(("name", "mesh"), diagonal([*BLOCKS], ["tp=4", "dp=2,tp=2"]))
 def test_tensor_parallel_block_has_one_all_reduce_each_way(name, mesh):
     make, width, hints = BLOCKS[name]
     block = make()

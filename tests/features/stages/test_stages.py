@@ -337,7 +337,7 @@ def test_slower_places_get_fewer_ops(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages of places of 1 and 1/2 take equally long, and longer if cut in halves."""
-    model = exact(nn.Sequential(*[blocks() for _ in range(3)]))
+    model = exact(nn.Sequential(*[blocks() for _ in range(2)]))
     monkeypatch.setenv("FXPAR_MICROBATCHES", "4")
 
     def plan_on(mesh: str, **more: Any) -> Any:
