@@ -120,7 +120,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
     pending = [node for node in inputs if node in overwritten]
     if not pending:
         return
-    late, kept = depending_on_tangents(graph), list[fx.Node]()
+    late, saved = depending_on_tangents(graph), list[fx.Node]()
     while pending:
         node = pending.pop()
         for user in list(node.users):
@@ -130,7 +130,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
             if is_view(user) or user in late or user.target in ("output", WRITE):
                 continue
             if user.meta.setdefault("recompute", _SAVED) is _SAVED:
-                kept.append(user)
+                saved.append(user)
             own = node.meta["val"]
             copies = op_facts_of(user.target).copies
             if copies and (value.shape, value.dtype) == (own.shape, own.dtype):
@@ -142,7 +142,7 @@ def keep_read(graph: fx.Graph, written: Collection[int] = ()) -> None:
     output = graph.output_node()
     writes = graph.find_nodes(op="call_function", target=WRITE)
     forward = ancestors({*writes, *output.all_input_nodes} - late)
-    if late and (unclaimed := [node for node in kept if node not in forward]):
+    if late and (unclaimed := [node for node in saved if node not in forward]):
         with graph.inserting_before(next(iter(writes), output)):
             graph.call_function(_KEPT_FOR_BACKWARD, (unclaimed,)).meta["val"] = None
     graph.lint()
