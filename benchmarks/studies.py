@@ -438,6 +438,12 @@ STUDIES = (
                 "On 4 ranks; parameters of `fxpar` stay whole here, as of `as_ddp`.",
             ),
             Table(
+                ("first_step_32_four_ranks.json",),
+                _FIRST_STEPS,
+                _first_steps,
+                "32 layers on 4 ranks, which share 2 cores, each run once.",
+            ),
+            Table(
                 ("layers_cpu.json", "layers_8b_cpu.json"),
                 "stage | 2 layers | 8 layers | 32 layers | 32 of 8B width",
                 _stages_of_a_first_step,
