@@ -399,6 +399,13 @@ def steps_of_its_own() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         head_of_its_own("own")
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)  # its gradients are of the whole batch on each rank
+        options = {"codegen": "eager", "inputs": "global"}
+        run = torch.compile(model, backend="fxpar", options=options)
+        run(torch.randn(4, 4))
+        model.weight.grad = torch.ones(4, 4)
+        torch.optim.SGD(model.parameters(), 0.5).step()
     texts = (str(w.message) for w in caught if w.category is FxparWarning)
     return [text for text in texts if "are not averaged" in text]
 

@@ -198,6 +198,8 @@ def _read(watched: _CompiledCallable) -> None:
         watched.settings = Options.read(watched.options)
     except OptionError:
         return  # the backend raises it where the user sees it
+    if not watched.local:
+        _GLOBAL.add(watched)
     for root in watched.modules().values():
         for module in root.modules():
             _tell_home(module, local=watched.local)
@@ -273,6 +275,8 @@ def _warn_at_steps() -> None:
 
 
 _STEPPED: WeakSet[Any] = WeakSet()  # optimizers that were checked
+# Compiled callables whose gradients are of the whole batch on every rank.
+_GLOBAL: WeakSet[_CompiledCallable] = WeakSet()
 
 
 def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -284,7 +288,8 @@ def _warn_of_own_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     _STEPPED.add(optimizer)
     wrappers = _torch.objects.live(DistributedDataParallel)
-    left = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+    called = [module for watched in _GLOBAL for module in watched.modules().values()]
+    left = {id(p) for module in (*wrappers, *called) for p in module.parameters()}
     own = [
         f"number {i} {list(p.shape)}"
         for i, p in enumerate(trained)
