@@ -420,17 +420,19 @@ def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
 
 def copy_detached_results(gm: fx.GraphModule) -> None:
     """Copy results of a Dynamo graph that are detached from a value of which other
-    results are views with a gradient, while the value itself is no result, in place.
-    AOTAutograd (torch 2.13) loses the gradient of the views, and without a word."""
+    results are views with a gradient, while the value itself is no result and no input,
+    in place. AOTAutograd (torch 2.13) loses the gradient of the views, and without a
+    word."""
     by_memory: dict[int, list[fx.Node]] = {}
     for node in gm.graph.output_node().all_input_nodes:
-        x = node.meta.get("example_value")
+        x = example_of(node)
         if node.op != "placeholder" and isinstance(x, torch.Tensor):
             by_memory.setdefault(memory_of(x), []).append(node)
+    inputs = {id(example_of(x)) for x in gm.graph.find_nodes(op="placeholder")}
     for nodes in by_memory.values():
-        values = [node.meta["example_value"] for node in nodes]
-        recorded = [x for x in values if x.requires_grad]
-        if not recorded or not all(x._is_view() for x in recorded):
+        values = list(map(example_of, nodes))
+        bases = {id(x._base) for x in values if x.requires_grad}
+        if not bases or id(None) in bases or bases & inputs:
             continue
         for node, x in zip(nodes, values, strict=True):
             if not x.requires_grad:

@@ -218,6 +218,23 @@ def test_a_view_beside_its_detached_base_has_a_gradient(at_rest: bool) -> None:
         torch.testing.assert_close(got[2:], want[2:])
 
 
+def detached_input() -> list[bool]:
+    """The negative twin: which results show the memory of an input."""
+    torch._dynamo.reset()
+    x = torch.ones(8, 8, requires_grad=True)
+    call = torch.compile(
+        lambda x: (x.detach(), x[:, :2], x * 2),
+        backend="fxpar",
+        options={"codegen": "eager"},
+    )
+    return [y.data_ptr() == x.data_ptr() for y in call(x)]
+
+
+def test_a_detached_input_is_not_copied() -> None:
+    for got in shared_pool(2).run(detached_input, env={"FXPAR_MESH": "dp=2"}):
+        assert got == [True, True, False]
+
+
 @pytest.mark.slow
 def test_aotautograd_loses_the_gradient_of_a_view() -> None:
     """If this fails, torch is mended, and ``copy_detached_results`` can go."""
