@@ -106,15 +106,16 @@ def _finished(state: JointState) -> JointState:
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
     for line, trial, decision in sorted(trials, key=lambda x: x[0].seconds):
         key = line.seconds, line.peak_bytes
-        # A search counts attentions that a schedule balances as balanced.
-        search, least = trial.decided.search, line.seconds - line.exposed_seconds
-        if search is not None:
-            least = min(least, search.predicted)
-        may_win = _SHARE * least < seconds
-        if may_win and key not in scheduled:
+        least = line.seconds / _TIE
+        if trial.request.options.schedule != "none":
+            least = _SHARE * (line.seconds - line.exposed_seconds)
+            if (search := trial.decided.search) is not None:
+                # It counts attentions that a schedule balances as balanced.
+                least = min(least, _SHARE * search.predicted)
+        if least <= seconds and key not in scheduled:
             scheduled.add(key)
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
-            line = _timeline(trial)
+            line = _timeline(trial) if trial.schedule else line
             finished.append((trial, decision))
             steps.append((line.seconds, _held(line, trial)))
             seconds = min(seconds, line.seconds)

@@ -242,10 +242,6 @@ def _step_ties(node: fx.Node, axes: Axes) -> Iterator[_Tie]:
                 yield _Tie(node, ((source, dim),), ((node, dim),))
 
 
-# All seconds of a network together are this many whole ticks, so that cuts are exact.
-_TICKS = 2**29
-
-
 @dataclass(frozen=True)
 class SliceCut:
     """Holds ops of a graph that could run on slices, and what that saves."""
@@ -290,17 +286,11 @@ class _Network:
     def sliced(self) -> tuple[set[Any], float]:
         """Return (keys on the side of the source, seconds of the cut). Of cuts of equal
         cost this is the one with most in slices, which takes least memory."""
-        finite = [seconds for *_, seconds in self.arcs if seconds != math.inf]
-        unit = max(sum(finite), 1e-12) / _TICKS
-        least = minimum_cut(
-            [(x, y, s if s == math.inf else round(s / unit)) for x, y, s in self.arcs],
-            "sliced",
-            "whole",
-        )
+        least = minimum_cut(self.arcs, "sliced", "whole")
         if least is None:  # what must be sliced must be whole
             return set(), math.inf
         keys = {key for *ends, _ in self.arcs for key in ends}
-        return keys - least.late, least.capacity * unit
+        return keys - least.late, least.capacity
 
 
 def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:

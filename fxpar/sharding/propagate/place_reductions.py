@@ -49,8 +49,6 @@ _Node = int | str | tuple[str, int]
 # (from, to, price of cutting it; ``inf``: it is never cut).
 _Edge = tuple[_Node, _Node, float]
 
-_TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
-_NEVER = 10**18  # more than any sum of prices
 
 
 def place_reductions(
@@ -251,7 +249,7 @@ def _earlier_parts(
 
 
 def _cut(
-    program: Program, axis: str, region: _Region, prices: Mapping[int, int]
+    program: Program, axis: str, region: _Region, prices: Mapping[int, float]
 ) -> tuple[dict[int, int], set[int]]:
     """Return the passages and the values kept partial by the minimum cut."""
     least = minimum_cut(_edges(program, axis, region, prices), "source", "sink")
@@ -267,15 +265,15 @@ def _cut(
 
 
 def _edges(
-    program: Program, axis: str, region: _Region, prices: Mapping[int, int]
+    program: Program, axis: str, region: _Region, prices: Mapping[int, float]
 ) -> list[_Edge]:
     """Return the edges of the graph that is cut."""
     edges: list[_Edge] = [("source", v, math.inf) for v in sorted(region.sources)]
     outputs = _reduced_outputs(program, axis)
     early = alone(program, program.reduce_here) - program.reduce_here
+    never = 2 * sum(prices.values())
     for v in sorted(region.member):
-        ticks = _NEVER if v in early else prices[v]
-        edges.append((v, ("read", v), ticks))
+        edges.append((v, ("read", v), never if v in early else prices[v]))
         readers = program.uses[v]
         ends = v in outputs or v in program.reduce_here
         if ends or not (readers or v in program.returned):
@@ -314,14 +312,14 @@ def _price(
     mesh: Mesh,
     axis: str,
     also: Sequence[str] = (),
-) -> int:
-    """Return the ticks to reduce value ``v`` over ``axis`` into the spec it was given,
+) -> float:
+    """Return the seconds to reduce value ``v`` over ``axis`` into the spec it was given,
     in addition to the axes ``also``, over which it is reduced in any case."""
 
-    def ticks(axes: Sequence[str]) -> int:
+    def seconds(axes: Sequence[str]) -> float:
         value, target = program.values[v], state.spec(v)
         dims = [tuple(a for a in dim if a not in axes) for dim in target.dims]
         source = Spec.of(dims, [(a, "sum") for a in axes])
-        return round(price_of(value, source, target, mesh) * _TICKS)
+        return price_of(value, source, target, mesh)
 
-    return max(0, ticks([axis, *also]) - (ticks(also) if also else 0))
+    return max(0.0, seconds([axis, *also]) - (seconds(also) if also else 0.0))

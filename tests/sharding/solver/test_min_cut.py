@@ -41,7 +41,7 @@ def a_graph(seed: int) -> Any:
     graph.add_node(S)
     graph.add_node(T)
     for i in range(count):
-        size = draw.choice([0, 1, 1, 2, 3, 8, 2**40, 4.0, math.inf])
+        size = draw.choice([0, 1, 1, 2, 3, 8, 2**20, 4.0, math.inf])
         graph.add_edge(f"{i}_in", f"{i}_out", capacity=size)
         if draw.random() < 0.3:
             graph.add_edge(S, f"{i}_in", capacity=math.inf)
@@ -79,6 +79,23 @@ def test_an_edge_without_capacity_has_no_limit() -> None:
     graph = graph_of((S, "a", 3), ("b", T, 2))
     graph.add_edge("a", "b")
     assert by_package(graph) == networkx.minimum_cut(graph, S, T)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 0.1, 2.0**60])
+def test_capacities_are_of_any_unit(scale: float) -> None:
+    for seed in range(20):
+        graph = a_graph(seed)
+        arcs = [*graph.edges(data="capacity")]
+        scaled = [(*ends, size * scale) for *ends, size in arcs]
+        want, least = cut_of(graph), minimum_cut(scaled, S, T)
+        if want is None or least is None:
+            assert want is least
+            continue
+        total = sum(size for *_, size in scaled if size != math.inf)
+        rounded = len(arcs) * total / 2**28
+        assert least.capacity == pytest.approx(want.capacity * scale, abs=rounded)
+        if scale != 0.1:
+            assert least == (want.capacity * scale, *want[1:]), seed
 
 
 def test_without_a_finite_cut_there_is_none() -> None:
