@@ -58,6 +58,9 @@ _TRIAL = 0.5
 # that holds the fewest bytes is taken, if it holds at most such a share of the bytes
 # that the shortest holds.
 _TIE, _LESS = 1.001, 0.99
+# A schedule gains as much in steps as long whose collectives send as much, up to this
+# share.
+_SAME = 0.05
 
 
 def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> JointState:
@@ -72,7 +75,8 @@ def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> JointStat
 def _finished(state: JointState) -> JointState:
     """Return the result for a decision, or for the rival with the shortest predicted
     step, of those that are as short the one that holds the least. A rival gets no
-    schedule if it would take longer even with all communication hidden. Plans of open
+    schedule if it would take longer even with all communication hidden, or is like one
+    that got one. Plans of open
     sizes are compared at their hints and without a schedule: lowering with symbols
     leaves guards on them, also of plans that are not taken, on the one rank that
     searches."""
@@ -100,7 +104,7 @@ def _finished(state: JointState) -> JointState:
     budget = _options(state).budget
     room = budget if min(held) <= budget else held[0]
     trials = [x for x, nbytes in zip(trials, held, strict=True) if nbytes <= room]
-    seconds, scheduled = math.inf, set[tuple[float, int]]()
+    seconds, scheduled = math.inf, list[tuple[Timeline, int]]()
     finished: list[tuple[JointState, Decision]] = []
     steps: list[tuple[float, int]] = []
     times: dict[tuple[Mesh, tuple[float, int]], float] = {}
@@ -112,8 +116,12 @@ def _finished(state: JointState) -> JointState:
             if (search := trial.decided.search) is not None:
                 # It counts attentions that a schedule balances as balanced.
                 least = min(least, _SHARE * search.predicted)
-        if least <= seconds and key not in scheduled:
-            scheduled.add(key)
+        nbytes = _held(line, trial)
+        if least <= seconds and not any(
+            nbytes > _LESS * fewer and _is_like(line, shorter)
+            for shorter, fewer in scheduled
+        ):
+            scheduled.append((line, nbytes))
             run_steps(pipeline.rows_after(_UNSCHEDULED, _LOWERED), trial)
             line = _timeline(trial) if trial.schedule else line
             finished.append((trial, decision))
@@ -134,6 +142,19 @@ def _finished(state: JointState) -> JointState:
     final_state = _trial_of(state, decision, best.request)
     final_state.notes, final_state.step_seconds = best.notes, best.step_seconds
     return pipeline.finished(final_state, pipeline.rows_after("plan"))
+
+
+def _is_like(line: Timeline, shorter: Timeline) -> bool:
+    """Return whether a schedule has as much to gain in a step as in a shorter one: it
+    is as long, and sends as much by the same collectives."""
+    ours, others = (
+        {(x.kind, x.axes): x.sent for x in each.traffic} for each in (line, shorter)
+    )
+    return (
+        line.seconds <= _TIE * shorter.seconds
+        and ours.keys() == others.keys()
+        and all(math.isclose(ours[x], others[x], rel_tol=_SAME) for x in ours)
+    )
 
 
 def shortest_step(steps: Sequence[tuple[float, int]]) -> int:

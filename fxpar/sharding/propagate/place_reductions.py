@@ -50,7 +50,6 @@ _Node = int | str | tuple[str, int]
 _Edge = tuple[_Node, _Node, float]
 
 
-
 def place_reductions(
     program: Program, state: State, strategies: Sequence[Strategy], mesh: Mesh
 ) -> tuple[list[Strategy], list[Spec]]:
@@ -313,8 +312,8 @@ def _price(
     axis: str,
     also: Sequence[str] = (),
 ) -> float:
-    """Return the seconds to reduce value ``v`` over ``axis`` into the spec it was given,
-    in addition to the axes ``also``, over which it is reduced in any case."""
+    """Return the seconds to reduce value ``v`` over ``axis`` into the spec it was
+    given, in addition to the axes ``also``, over which it is reduced in any case."""
 
     def seconds(axes: Sequence[str]) -> float:
         value, target = program.values[v], state.spec(v)

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 import fxpar
 from fxpar import choose_plan
@@ -75,7 +76,7 @@ def test_a_step_is_predicted_as_its_schedule_was_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the choice has ordered and read is not ordered and read again."""
-    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
     monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
     timeline, read = choose_plan._timeline, []
 
@@ -90,7 +91,10 @@ def test_a_step_is_predicted_as_its_schedule_was_chosen(
         return line
 
     monkeypatch.setattr(choose_plan, "_timeline", both)
-    fxpar.plan(mlp(2), batch(), mesh="dp=2,tp=2", mode="search", grad=True)
+    with torch.device("meta"):
+        layers = (torch.nn.Linear(1024, 1024), torch.nn.GELU()) * 2
+        model, rows = torch.nn.Sequential(*layers), torch.empty(4096, 1024)
+    fxpar.plan(model, rows, mesh="dp=2,tp=4", mode="search", grad=True)
     assert read
 
 
