@@ -261,7 +261,7 @@ class Options:
     measure: bool = _option(
         read_switch,
         True,
-        "the first start of several CUDA ranks measures their links in two seconds, "
+        "the first start of several ranks measures their links in two seconds, "
         "where `hardware` is unset; 0: built-in figures",
     )
     schedule: str = _option(

@@ -9,10 +9,11 @@ Collectives run along the axes of the mesh, all groups at once, alone and overla
 with kernels. Bounded in time: once ``limit`` seconds have passed on any rank, all ranks
 leave out the points that remain. ``spawn`` ends its ranks some time after that.
 
-``measure_first`` measures the links between CUDA devices alone, once, at the first
-start of several ranks. Rank 0 keeps them on disk by device, driver, ranks and versions,
-so that later starts make the same plans; ``hardware_table.detect`` gives them from then
-on with the built-in figures of the device. Not on CPU, nor where ranks share a device.
+``measure_first`` measures the links between ranks once, at the first start of several;
+on a CPU also how fast a core multiplies. Rank 0 keeps the figures on disk by device,
+driver, ranks and versions, so that later starts make the same plans;
+``hardware_table.detect`` gives them from then on, with the built-in ones of the device
+for what is not measured. Not where ranks share a CUDA device.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,10 +43,10 @@ from fxpar.config import Options
 from fxpar.errors import DeviceError, MeshError
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.runtime.calibrate import probe_device
-from fxpar.runtime.calibrate.probe_device import Point, Probe, fit_collective
+from fxpar.runtime.calibrate.probe_device import Point, Probe, fit, fit_collective
 from fxpar.runtime.ranks import groups, meeting, presence, worlds
 from fxpar.sharding.cost import collectives, hardware_table
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, detect
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, detect, scaled
 from fxpar.sharding.mesh import Link, Mesh
 
 
@@ -190,13 +192,19 @@ def describe(hardware: Hardware) -> str:
 
 log = logging.getLogger("fxpar")
 
-FORMAT = "fxpar links 1"
+FORMAT = "fxpar hardware at start 1"
 
-# After how many seconds remaining points are left out, and how long calls are timed
-# together.
-SECONDS, _LONG = 2.0, 0.004
-# Collectives that are measured; the figures of others follow from these.
-_KINDS = "all_reduce", "all_gather"
+# After how many seconds remaining points are left out.
+SECONDS = 2.0
+# By device: how long calls are timed together, and how often; and the collectives that
+# are measured, from which the figures of others follow.
+_TIMED = {"cuda": (0.004, 11), "cpu": (0.015, 5)}
+_KINDS = {
+    "cuda": ("all_reduce", "all_gather"),
+    "cpu": ("all_reduce", "all_gather", "all_to_all"),
+}
+# Rows of the product that says how fast a core is, and how long it is timed.
+_SIDE, _MULTIPLIED = 384, 0.05
 
 # Default process groups whose ranks have agreed.
 _AGREED: WeakSet[Any] = WeakSet()
@@ -212,82 +220,123 @@ def measure_first(options: Options) -> None:
     if options.hardware or not options.measure or group is None or group in _AGREED:
         return
     with worlds.inside(None):
-        if not _has_devices() or meeting.current() is None:
+        if not _device() or meeting.current() is None:
             return
         try:
-            with presence.works("measures links between devices"):
-                hardware_table.keep_levels(_agreed())
+            with presence.works("measures links between ranks"):
+                hardware_table.keep_measured(*_agreed())
         except Exception as error:
             meeting.abort(error)
             raise
     _AGREED.add(group)
 
 
-def _has_devices() -> bool:
-    """Return whether ranks communicate between CUDA devices."""
-    return torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config()
+def _device() -> str:
+    """Return the type of the devices between which ranks communicate; "" if it is not
+    measured."""
+    config = dist.get_backend_config()
+    if torch.cuda.is_available():
+        return "cuda" if "cuda:nccl" in config else ""
+    return "cpu" if "cpu:gloo" in config and dist.get_world_size() > 1 else ""
 
 
-def _agreed() -> tuple[Level, ...]:
-    """Return the levels that rank 0 kept, or that are measured now; none where there
+def _agreed() -> tuple[Hardware, ...]:
+    """Return the hardware that rank 0 kept, or that is measured now; none where there
     is nothing to measure."""
     size, places = dist.get_world_size(), meeting.gather("its device", _place())
     if not all(places) or len(set(places)) < size:
         return ()
     key = json.dumps(_facts(size))
-    path = cache_files.folder() / f"{meeting.digest_of(key)}.links.json"
-    network: tuple[Level, ...] | None = None
+    path = cache_files.folder() / f"{meeting.digest_of(key)}.hardware.json"
+    found: str | None = None
     if meeting.is_leader():
-        network = cache_files.read_record(
-            path, FORMAT, key, lambda record: _parse(record["levels"])
-        )
-    data = meeting.gather_data("links that were kept", [*map(asdict, network or ())])[0]
-    if not data:
-        data = meeting.gather_data("links", [*map(asdict, _measured(size))])[0]
-        if meeting.is_leader() and data:
-            cache_files.write_record(path, FORMAT, key, {"levels": data})
-            log.info("measured links between %d devices, kept in %s", size, path)
-    return _parse(data)
+        found = cache_files.read_record(path, FORMAT, key, _text_of)
+    text = meeting.gather("hardware that was kept", found or "")[0]
+    if not text:
+        measured = _measured(size)
+        ours = json.dumps(measured.to_record()) if measured else ""
+        text = meeting.gather("hardware", ours)[0]
+        if meeting.is_leader() and text:
+            cache_files.write_record(path, FORMAT, key, {"hardware": text})
+            log.info("measured links between %d ranks, kept in %s", size, path)
+    return (hardware_table.read_figures(json.loads(text)),) if text else ()
+
+
+def _text_of(record: dict[str, Any]) -> str:
+    """Return the figures of a record as text; raises an error if they are not
+    figures."""
+    text = str(record["hardware"])
+    hardware_table.read_figures(json.loads(text))
+    return text
 
 
 def _place() -> str:
-    """Return this rank's machine and device; "" if its figures are not known."""
+    """Return this rank's machine and device, of which no other rank may have the same;
+    "" if its figures are not known."""
     try:
         hardware_table.detect()
     except DeviceError:
         return ""
+    if _device() == "cpu":
+        return str(dist.get_rank())
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{socket.gethostname()} {device.uuid}"
 
 
 def _facts(size: int) -> list[Any]:
-    """Return what the speed of links depends on."""
-    versions = _torch.version.driver_versions(), torch.__version__
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return [torch.cuda.get_device_name(), size, local, *versions]
+    """Return what the figures depend on."""
+    about = [size, os.environ.get("LOCAL_WORLD_SIZE"), torch.__version__]
+    if _device() == "cpu":
+        return [socket.gethostname(), os.cpu_count(), torch.get_num_threads(), *about]
+    versions = _torch.version.driver_versions()
+    return [torch.cuda.get_device_name(), *versions, *about]
 
 
-def _measured(size: int) -> tuple[Level, ...]:
-    """Return the levels of the network of all ranks; none if nodes have different
-    numbers of ranks, or time was too short."""
-    if size % local_ranks(size):
-        return ()
+def _measured(size: int) -> Hardware | None:
+    """Return the figures of all ranks; None if nodes have different numbers of ranks,
+    or several have no GPU, or time was too short."""
+    local, kind = local_ranks(size), _device()
+    if size % local or (kind == "cpu" and local < size):
+        return None
     ranks = groups.Ranks(default_mesh(size), dist.get_rank())
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device(kind, torch.cuda.current_device())
     worlds.barrier()  # NCCL starts up at its first collective
     end, base = time.monotonic() + SECONDS, hardware_table.detect()
     with torch.no_grad():
-        probe = Probe(device, ranks, end, quick=True, long=_LONG)
-        network = levels(probe, base, _KINDS)
-    return () if network == base.levels else network
+        probe = Probe(device, ranks, end, True, *_TIMED[kind])
+        if kind == "cpu":
+            found = _own_speed(probe, base)
+        else:
+            found = replace(base, levels=levels(probe, base, _KINDS[kind]))
+    if found == base:
+        return None
+    return replace(found, about=f"{base.about}; links measured with {size} ranks")
 
 
-def _parse(entries: Sequence[dict[str, Any]]) -> tuple[Level, ...]:
-    """Return levels from the data of each, as JSON gives it."""
-    return tuple(
-        Level(**x | {"kinds": tuple((k, Measured(**m)) for k, m in x["kinds"])})
-        for x in entries
-    )
+def _own_speed(probe: Probe, base: Hardware) -> Hardware:
+    """Return the built-in hardware of a CPU at the speed of these ranks and their
+    links: few points say more of one factor each than of every figure."""
+    mesh = probe.ranks.mesh
+    alone = replace(base, cores=probe_device.cores(probe))
+    hardware = alone.with_ranks(mesh.size)
+    longer = replace(probe, long=_MULTIPLIED)
+    hardware = hardware.at_speed(probe_device.speed(longer, hardware, _SIDE))
+    points = [(k, *x) for k in _KINDS["cpu"] for x in _collective(probe, k, mesh.names)]
+    if not points:
+        return base
+
+    def at(factors: Any) -> Hardware:
+        return replace(hardware, levels=(scaled(hardware.levels[0], *factors),))
+
+    def predicted(factors: Any) -> Any:
+        on = at(factors).on(mesh)
+        own = {kind: collectives.along(kind, on, mesh.names) for kind in _KINDS["cpu"]}
+        return np.array([own[kind].seconds(nbytes) for kind, _, nbytes, _ in points])
+
+    seconds = np.array([point[-1] for point in points])
+    return at(map(float, fit(predicted, [1.0, 1.0], seconds)))
 
 
 _C10D = torch.ops._c10d_functional

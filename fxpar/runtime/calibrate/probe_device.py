@@ -28,7 +28,7 @@ from fxpar.errors import warn
 from fxpar.passes.normalize import random
 from fxpar.runtime.ranks import groups, meeting, worlds
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware_table import Measured, Peak, ProductDims
+from fxpar.sharding.cost.hardware_table import Hardware, Measured, Peak, ProductDims
 from fxpar.sharding.mesh import Link
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ _SUITES = {
         (),
         (),
         (1 << 19, 1 << 25),
-        (1 << 10, 1 << 14, 1 << 18, 1 << 20),
+        (1 << 12, 1 << 16, 1 << 20, 1 << 23),
     ),
     "quick cuda": Suite(
         (*_cubes(512, 1024, 2048, 4096), (4096, 128, 4096)),
@@ -123,6 +123,7 @@ class Probe:
     end: float  # when time is up, by the monotonic clock
     quick: bool  # whether fewer sizes and repetitions are measured
     long: float = _LONG  # seconds of calls that are timed together
+    repeats: int = 11  # how often they are timed
 
     @property
     def suite(self) -> Suite:
@@ -132,7 +133,7 @@ class Probe:
 
     def median(self, fn: Callable[[], Any], *, launches: bool = False) -> float | None:
         """Return the seconds a call takes, until the last rank is done: the median of
-        five or more. None once time is up. Ranks call it together, and ``fn`` equally
+        several. None once time is up. Ranks call it together, and ``fn`` equally
         often. ``launches``: on a GPU, the seconds of the host, where kernels take
         less."""
         fn()
@@ -141,7 +142,7 @@ class Probe:
             return None
         ahead = self.device.type == "cuda" and not launches
         calls = int(min(max(self.long / pilot, 1), _AHEAD if ahead else 20000))
-        repeats = range(5 if pilot > 0.05 else 11)
+        repeats = range(min(5, self.repeats) if pilot > 0.05 else self.repeats)
         times = [self._time(fn, calls, meet=True, ahead=ahead) for _ in repeats]
         return statistics.median(self._worst(*times))
 
@@ -224,6 +225,15 @@ def cores(probe: Probe) -> int:
     texts = meeting.gather("cores", " ".join(map(str, sorted(ours))))
     every = {core for text in texts for core in text.split()}
     return max(len(every) // torch.get_num_threads(), 1)
+
+
+def speed(probe: Probe, hardware: Hardware, side: int) -> float:
+    """Return how many times as fast as ``hardware`` says a rank multiplies square
+    matrices of ``side`` rows; 1.0 if time is up."""
+    x, y = (torch.rand(side, side, device=probe.device) for _ in range(2))
+    seconds = probe.median(partial(torch.mm, x, y, out=torch.mm(x, y)))
+    flops, dims = 2.0 * side**3, ProductDims(side, side, side)
+    return hardware.kernel(3 * x.nbytes, flops, dims) / seconds if seconds else 1.0
 
 
 # Systems on which a process may be bound to some cores.

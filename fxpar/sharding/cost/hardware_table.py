@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ class Hardware:
             self.at_speed(speed),
             launch=self.launch / speed,
             eager_launch=self.eager_launch / speed,
-            levels=tuple(_at_speed(level, speed) for level in self.levels),
+            levels=tuple(scaled(x, 1 / speed, speed) for x in self.levels),
             ranks=ranks,
         )
 
@@ -286,12 +286,17 @@ class Hardware:
     def save(self, path: str | Path) -> None:
         """Write the file that ``lookup`` reads. Raises OptionError if it cannot be
         written."""
-        data = {"format": FORMAT, **asdict(self)}
+        data = {"format": FORMAT, **self.to_record()}
+        write_asked(path, json.dumps(data, indent=1) + "\n")
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the figures as ``read_figures`` takes them, also from JSON."""
+        data = asdict(self)
         data["peaks"] = dict(data["peaks"])
         data["levels"] = [
             level | {"kinds": dict(level["kinds"])} for level in data["levels"]
         ]
-        write_asked(path, json.dumps(data, indent=1) + "\n")
+        return data
 
 
 # No cache holds this many times the bytes of the last entry of ``near``.
@@ -300,18 +305,17 @@ _FAR = 4.0
 _INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
 
 
-def _at_speed(level: Level, speed: float) -> Level:
-    """Return a level of the network for ranks at ``speed`` times their speed."""
+def scaled(level: Level, latency: float, bandwidth: float) -> Level:
+    """Return a level of the network with so many times the latency and bandwidth."""
 
-    def slower(x: Measured) -> Measured:
-        return Measured(x.overhead / speed, x.latency / speed, x.bandwidth * speed)
+    def measured(x: Level | Measured) -> Measured:
+        own = x.overhead * latency, x.latency * latency, x.bandwidth * bandwidth
+        return Measured(*own)
 
     return replace(
         level,
-        bandwidth=level.bandwidth * speed,
-        latency=level.latency / speed,
-        overhead=level.overhead / speed,
-        kinds=tuple((kind, slower(x)) for kind, x in level.kinds),
+        **asdict(measured(level)),
+        kinds=tuple((kind, measured(x)) for kind, x in level.kinds),
     )
 
 
@@ -330,21 +334,26 @@ CALIBRATE = "measure it: python -m fxpar calibrate --out machine.json"
 _UNREADABLE = OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
 
 
+def read_figures(data: dict[str, Any]) -> Hardware:
+    """Return the hardware of a record; raises one of ``_UNREADABLE`` if it is none."""
+    data["peaks"] = tuple((k, Peak(**v)) for k, v in data["peaks"].items())
+    data["levels"] = tuple(_level(entry) for entry in data["levels"])
+    data["light"] = tuple((k, rate) for k, rate in data.get("light", ()))
+    data["near"] = tuple((n, rate) for n, rate in data.get("near", ()))
+    if not data["levels"] or "float32" not in dict(data["peaks"]):
+        raise ValueError("it needs a level and a peak of float32")
+    hardware = Hardware(**data)
+    _check(hardware)
+    return hardware
+
+
 def load(path: str | Path) -> Hardware:
     """Read a file of ``Hardware.save``. Raises OptionError if it is not one."""
     try:
         data = json.loads(Path(path).read_text())
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        data["peaks"] = tuple((k, Peak(**v)) for k, v in data["peaks"].items())
-        data["levels"] = tuple(_level(entry) for entry in data["levels"])
-        data["light"] = tuple((k, rate) for k, rate in data.get("light", ()))
-        data["near"] = tuple((n, rate) for n, rate in data.get("near", ()))
-        if not data["levels"] or "float32" not in dict(data["peaks"]):
-            raise ValueError("it needs a level and a peak of float32")
-        hardware = Hardware(**data)
-        _check(hardware)
-        return hardware
+        return read_figures(data)
     except _UNREADABLE as error:
         raise OptionError(
             f"cannot read hardware file {str(path)!r}: {error}", fix=CALIBRATE
@@ -407,30 +416,30 @@ def lookup(text: str) -> Hardware:
     )
 
 
-# Levels of the network between the CUDA devices of this process's ranks, as measured.
-_measured: list[Level] = []
+# The hardware of this process's ranks, as their first start measured it.
+_measured: list[Hardware] = []
 
 
-def keep_levels(levels: Sequence[Level]) -> None:
-    """Let ``detect`` give these levels of the network, or if there are none, those that
-    are built in."""
-    _measured[:] = levels
+def keep_measured(*hardware: Hardware) -> None:
+    """Let ``detect`` return this hardware, or without one what is built in."""
+    _measured[:] = hardware
 
 
 def detect() -> Hardware:
-    """Return the built-in hardware of this process's CUDA device, by its name, with
-    levels of the network as they were measured; without a device, ``cpu``. Raises
-    DeviceError on a device that is not known."""
+    """Return the hardware that was measured, else the built-in one of this process's
+    CUDA device, by its name; without a device, ``cpu``. Raises DeviceError on a device
+    that is not known."""
     import torch
 
+    if _measured:
+        return _measured[0]
     if not torch.cuda.is_available():
         return lookup("cpu")
     device = torch.cuda.get_device_name()
     for part, name in _DEVICES:
         if part.lower() in device.lower():
             if name:
-                hardware = lookup(name)
-                return replace(hardware, levels=tuple(_measured) or hardware.levels)
+                return lookup(name)
             break
     raise DeviceError(
         f"the figures of {device!r} are not known",
