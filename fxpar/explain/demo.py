@@ -77,8 +77,6 @@ def demo(
             flush=True,
         )
         environment = _environment(ranks, mesh=mesh, codegen=codegen)
-        if script is None:  # which runs on the CPU
-            environment.setdefault("FXPAR_HARDWARE", _hardware(ranks))
         with tempfile.TemporaryDirectory(prefix="fxpar-demo-") as logs:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node", str(ranks), "--log-dir", logs]
@@ -139,12 +137,6 @@ def _environment(
     root = str(Path(__file__).parents[2])
     out["PYTHONPATH"] = os.pathsep.join(filter(None, [root, out.get("PYTHONPATH")]))
     return out
-
-
-def _hardware(ranks: int) -> str:
-    """Return the name of the hardware of ranks on this machine's cores."""
-    cores = os.cpu_count() or 1
-    return f"cpu:{cores}" if ranks > cores else "cpu"
 
 
 # (line that was printed, the time at which it was).

@@ -39,13 +39,6 @@ def test_run_reads_losses() -> None:
     assert demo._losses(lines) == {0: 5.5, 1: 1e-3}
 
 
-def test_ranks_that_share_cores_are_predicted_as_such(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert [demo._hardware(ranks) for ranks in (2, 4)] == ["cpu", "cpu:2"]
-
-
 def test_times_are_those_between_losses() -> None:
     """The first step, which compiles, is left out; so is what is not known."""
     alone = [(f"step {i} loss 5", at) for i, at in enumerate((9.0, 10.0, 10.25, 10.5))]
