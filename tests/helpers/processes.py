@@ -130,8 +130,9 @@ def host_store() -> tuple[Any, int]:
 
 
 def of_the_test() -> dict[str, str]:
-    """Variables that the fixture ``propagated`` sets, else empty, as if unset."""
-    return {k: os.environ.get(k, "") for k in ("FXPAR_PLAN", "FXPAR_SCHEDULE")}
+    """Variables that ``conftest`` sets, else empty, as if unset."""
+    names = "FXPAR_PLAN", "FXPAR_SCHEDULE", "FXPAR_MEASURE"
+    return {name: os.environ.get(name, "") for name in names}
 
 
 def environment(*more: Mapping[str, str]) -> dict[str, str]:

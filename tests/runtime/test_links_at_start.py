@@ -96,15 +96,17 @@ def test_figures_come_back_from_text(hardware: Hardware) -> None:
 
 
 def on_cpu(folder: str) -> tuple[Hardware, Hardware]:
-    """What ``detect`` returns after two starts of this machine's ranks."""
+    """What ``detect`` returns after two starts of this machine's ranks, which take no
+    random numbers from the user."""
     groups.ensure_process_group()
-    found = []
+    seen, found = torch.get_rng_state(), []
     with mock.patch.object(measure.cache_files, "folder", lambda: Path(folder)):
         for _ in range(2):
             measure._AGREED.clear()
             hardware_table.keep_measured()
             measure.measure_first(Options.read({"measure": True}))
             found.append(hardware_table.detect())
+    assert torch.equal(seen, torch.get_rng_state())
     hardware_table.keep_measured()
     return found[0], found[1]
 

@@ -248,10 +248,10 @@ def _agreed() -> tuple[Hardware, ...]:
         return ()
     key = json.dumps(_facts(size))
     path = cache_files.folder() / f"{meeting.digest_of(key)}.hardware.json"
-    found: str | None = None
+    text: str | None = ""
     if meeting.is_leader():
-        found = cache_files.read_record(path, FORMAT, key, _text_of)
-    text = meeting.gather("hardware that was kept", found or "")[0]
+        text = cache_files.read_record(path, FORMAT, key, _text_of)
+    text = meeting.gather("hardware that was kept", text or "")[0]
     if not text:
         measured = _measured(size)
         ours = json.dumps(measured.to_record()) if measured else ""
@@ -307,12 +307,12 @@ def _measured(size: int) -> Hardware | None:
     with torch.no_grad():
         probe = Probe(device, ranks, end, True, *_TIMED[kind])
         if kind == "cpu":
-            found = _own_speed(probe, base)
+            measured = _own_speed(probe, base)
         else:
-            found = replace(base, levels=levels(probe, base, _KINDS[kind]))
-    if found == base:
+            measured = replace(base, levels=levels(probe, base, _KINDS[kind]))
+    if measured == base:
         return None
-    return replace(found, about=f"{base.about}; links measured with {size} ranks")
+    return replace(measured, about=f"{base.about}; links measured with {size} ranks")
 
 
 def _own_speed(probe: Probe, base: Hardware) -> Hardware:

@@ -230,7 +230,7 @@ def cores(probe: Probe) -> int:
 def speed(probe: Probe, hardware: Hardware, side: int) -> float:
     """Return how many times as fast as ``hardware`` says a rank multiplies square
     matrices of ``side`` rows; 1.0 if time is up."""
-    x, y = (torch.rand(side, side, device=probe.device) for _ in range(2))
+    x, y = torch.ones(2, side, side, device=probe.device)
     seconds = probe.median(partial(torch.mm, x, y, out=torch.mm(x, y)))
     flops, dims = 2.0 * side**3, ProductDims(side, side, side)
     return hardware.kernel(3 * x.nbytes, flops, dims) / seconds if seconds else 1.0

@@ -46,8 +46,8 @@ def minimum_cut(
     names, shape = [*number], (len(number), len(number))
     inner = [ends for ends in capacities if min(ends) > 1]
     tails, heads = zip(*inner, strict=True) if inner else ((), ())
-    joined = coo_array(([1] * len(inner), (tails, heads)), shape)
-    _, part_of = connected_components(joined, directed=False)
+    without_ends = coo_array(([1] * len(inner), (tails, heads)), shape)
+    _, part_of = connected_components(without_ends, directed=False)
     parts: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for ends, capacity in capacities.items():
         parts[part_of[max(ends)]][ends] = capacity
