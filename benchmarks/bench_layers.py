@@ -78,9 +78,7 @@ def called(model: Any, ids: Any, side: str, options: dict[str, Any]) -> Any:
     return lambda: program(input_ids=ids, labels=ids)
 
 
-def worker(
-    layers: int, scale: str, mesh: str, side: str, leave_out: Sequence[str] = ()
-) -> dict[str, Any]:
+def worker(layers: int, scale: str, mesh: str, side: str) -> dict[str, Any]:
     """Compile the model once; what it took."""
     import torch
     import torch.distributed as dist
@@ -88,13 +86,12 @@ def worker(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import fxpar.compilation
-    from fxpar._fast import cpp_kernels, switch
+    from fxpar._fast import cpp_kernels
     from fxpar.runtime import stage_times
     from fxpar.runtime.calls.compiled_graph import Compiled as Program
     from fxpar.runtime.ranks.drift import Drift
     from fxpar.sharding.mesh import Mesh
 
-    switch.LEFT_OUT.update(leave_out)
     torch.set_num_threads(1)
     size = Mesh.parse(mesh).size
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -318,11 +315,14 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
+        from fxpar._fast import switch
+
+        switch.LEFT_OUT.update(args.leave_out or ())
         asked = args.layers[0], args.scale, args.mesh, args.side[0]
         if args.device == "cuda":
             figures = ahead(*asked, args.triton)
         else:
-            figures = worker(*asked, args.leave_out or ())
+            figures = worker(*asked)
         Path(args.worker).write_text(json.dumps(figures))
         return
     before = conditions()

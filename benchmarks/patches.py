@@ -8,8 +8,9 @@ none, and with all (``FXPAR_FAST=0``): CPU seconds, the least of ``--repeat`` ru
 which other jobs on the machine change little. ``--way``: ``cold`` and ``warm`` are the
 jobs of ``bench_first_step``, 2 ranks on gloo, with all that they start; ``alone`` is
 one fake rank of ``bench_layers`` with empty caches, from Dynamo to C++ text, without a
-compiler. Prints a table as Markdown; ``of``: in multiples of what it is with every
-patch. One that saves less than 3 % of a cold first step of 32 layers is to go.
+compiler; ``cuda`` is the same up to Triton's text for an H100, without a GPU. Prints a
+table as Markdown; ``of``: in multiples of what it is with every patch. One that saves
+less than 3 % of a cold first step of 32 layers is to go.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NAMES = (
     *("layer_regions", "traced_once", "libraries", "quick_graphs"),
     *("values_known", "old_objects_kept", "probes_remembered", "late_templates"),
 )
-WAYS = ("cold", "warm", "alone")
+# Ways of one rank, by the device whose code is generated.
+ALONE = {"alone": "cpu", "cuda": "cuda"}
+WAYS = ("cold", "warm", *ALONE)
 
 
 def measure(name: str, layers: int, way: str) -> dict[str, float]:
@@ -38,13 +41,13 @@ def measure(name: str, layers: int, way: str) -> dict[str, float]:
     out = () if name in (NOTHING, ALL) else (name,)
     switch = {"FXPAR_FAST": "0"} if name == ALL else {}
     with mock.patch.dict(os.environ, switch):
-        if way == "alone":
-            row = bench_layers.run(layers, "small", "dp=2", "shard", out)
-            return {way: row["cpu"]}
+        if way in ALONE:
+            how = layers, "small", "dp=2", "shard", out, ALONE[way], False
+            return {way: bench_layers.run(*how)["cpu"]}
         states = bench_first_step.STATES[: 1 + (way == "warm")]
         with tempfile.TemporaryDirectory() as cache:
-            how = "fxpar", layers, 2, cache, "small", out
-            return {state: bench_first_step.run(*how)["cpu"] for state in states}
+            job = "fxpar", layers, 2, cache, "small", out
+            return {state: bench_first_step.run(*job)["cpu"] for state in states}
 
 
 def table(cases: list[dict[str, Any]]) -> str:

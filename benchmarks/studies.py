@@ -159,8 +159,8 @@ def _stages_of_a_first_step(*files: Any) -> Iterable[Row]:
     yield "kernels", *(row["kernels"] for _, row in rows)
 
 
-def _patches(data: Any) -> Iterable[Row]:
-    for case in data["cases"]:
+def _patches(*files: Any) -> Iterable[Row]:
+    for case in (case for data in files for case in data["cases"]):
         for way, base in case["cpu"]["nothing"].items():
             for name, cpu in case["cpu"].items():
                 of = f"{cpu[way] / base:.2f}"
@@ -463,13 +463,14 @@ STUDIES = (
                 "and loss; its peak is that of a layer. Nothing ran.",
             ),
             Table(
-                ("patches_cpu.json",),
+                ("patches_cpu.json", "patches_cuda.json"),
                 "left out | layers | way | CPU s | of",
                 _patches,
                 "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
-                "with none, and with all (`FXPAR_FAST=0`). `alone` is one fake rank of "
-                "`fxpar.shard` on dp=2 with empty caches, up to the C++ text. "
-                "Each once: a few per cent are noise. `quick_min_cut` has gone since.",
+                "with none, and with all (`FXPAR_FAST=0`): of `fxpar.shard` on dp=2, "
+                "2 ranks together, with caches `cold` and `warm`; `cuda` is one fake "
+                "rank with cold caches, up to the text for Triton, without a GPU. "
+                "Each once: a few per cent are noise.",
             ),
             Table(
                 ("compile_cpu.json",),

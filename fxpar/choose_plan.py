@@ -58,8 +58,8 @@ _TRIAL = 0.5
 # that holds the fewest bytes is taken, if it holds at most such a share of the bytes
 # that the shortest holds.
 _TIE, _LESS = 1.001, 0.99
-# A schedule gains as much in steps as long whose collectives send as much, up to this
-# share.
+# Up to which share the bytes of collectives may differ in steps as long for a schedule
+# to gain as much.
 _SAME = 0.05
 
 
@@ -76,10 +76,9 @@ def _finished(state: JointState) -> JointState:
     """Return the result for a decision, or for the rival with the shortest predicted
     step, of those that are as short the one that holds the least. A rival gets no
     schedule if it would take longer even with all communication hidden, or is like one
-    that got one. Plans of open
-    sizes are compared at their hints and without a schedule: lowering with symbols
-    leaves guards on them, also of plans that are not taken, on the one rank that
-    searches."""
+    that got one. Plans of open sizes are compared at their hints and without a
+    schedule: lowering with symbols leaves guards on them, also of plans that are not
+    taken, on the one rank that searches."""
     rivals = [x for x in state.rivals if not state.open or x[0].is_even]
     if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))

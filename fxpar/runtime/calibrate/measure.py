@@ -224,6 +224,7 @@ def measure_first(options: Options) -> None:
             return
         try:
             with presence.works("measures links between ranks"):
+                hardware_table.keep_measured()  # what another group measured
                 hardware_table.keep_measured(*_agreed())
         except Exception as error:
             meeting.abort(error)

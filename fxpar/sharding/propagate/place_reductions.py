@@ -270,7 +270,7 @@ def _edges(
     edges: list[_Edge] = [("source", v, math.inf) for v in sorted(region.sources)]
     outputs = _reduced_outputs(program, axis)
     early = alone(program, program.reduce_here) - program.reduce_here
-    never = 2 * sum(prices.values())
+    never = 2 * sum(prices.values()) or 1.0
     for v in sorted(region.member):
         edges.append((v, ("read", v), never if v in early else prices[v]))
         readers = program.uses[v]
