@@ -470,7 +470,7 @@ STUDIES = (
                 "with none, and with all (`FXPAR_FAST=0`): of `fxpar.shard` on dp=2, "
                 "2 ranks together, with caches `cold` and `warm`; `cuda` is one fake "
                 "rank with cold caches, up to the text for Triton, without a GPU. "
-                "Each once: a few per cent are noise.",
+                "Each once: a few per cent are noise. `late_templates` has gone since.",
             ),
             Table(
                 ("compile_cpu.json",),

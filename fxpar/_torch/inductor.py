@@ -19,7 +19,6 @@ from fxpar._fast.cpp_kernels import (
     kernels_in_libraries,
     probes_remembered,
 )
-from fxpar._fast.inductor_shortcuts import late_templates
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
@@ -32,8 +31,7 @@ aten = torch.ops.aten
 def load() -> None:
     """Import what a graph is compiled with, and read the installed files that keys of
     torch's caches are made of, which takes a second and a half."""
-    with late_templates():
-        import torch._inductor.compile_fx
+    import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
     from torch._inductor import codecache
     from torch._inductor.codegen.common import init_backend_registration
@@ -91,8 +89,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _own_decompositions() -> dict[Any, Callable[..., Any]]:
-    with late_templates():
-        import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
+    import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

@@ -13,7 +13,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar._fast import inductor_shortcuts, known_values, switch
+from fxpar._fast import known_values, switch
 from fxpar._torch import inductor
 from tests.helpers.patched import needs_patches
 
@@ -72,15 +72,3 @@ def test_values_by_python_are_known_apart() -> None:
         known_values.result(*args)
         keys = [key for key in known_values._KNOWN if key[0] is args[1]]
         assert {key[6] for key in keys} == {False, True}
-
-
-def test_templates_that_are_made_late_are_those_of_torch() -> None:
-    from torch._inductor.codegen.common import KernelTemplate
-
-    text = "{{ def_kernel('a') }}{% for i in range(n) %} {{ i }}{% endfor %}"
-    plain = KernelTemplate._template_from_string(text)
-    with inductor_shortcuts.late_templates():
-        late = KernelTemplate._template_from_string(text)
-    assert late
-    how = {"def_kernel": str.upper, "n": 3}
-    assert late.render(**how) == plain.render(**how) == "A 0 1 2"
