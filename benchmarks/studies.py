@@ -159,8 +159,8 @@ def _stages_of_a_first_step(*files: Any) -> Iterable[Row]:
     yield "kernels", *(row["kernels"] for _, row in rows)
 
 
-def _patches(*files: Any) -> Iterable[Row]:
-    for case in (case for data in files for case in data["cases"]):
+def _patches(data: Any) -> Iterable[Row]:
+    for case in data["cases"]:
         for way, base in case["cpu"]["nothing"].items():
             for name, cpu in case["cpu"].items():
                 of = f"{cpu[way] / base:.2f}"
@@ -463,14 +463,12 @@ STUDIES = (
                 "and loss; its peak is that of a layer. Nothing ran.",
             ),
             Table(
-                ("patches_cpu.json", "patches_cuda.json"),
+                ("patches_cpu.json",),
                 "left out | layers | way | CPU s | of",
                 _patches,
                 "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
                 "with none, and with all (`FXPAR_FAST=0`): of `fxpar.shard` on dp=2, "
-                "2 ranks together, with caches `cold` and `warm`; `cuda` is one fake "
-                "rank with cold caches, up to the text for Triton, without a GPU. "
-                "Each once: a few per cent are noise. `late_templates` has gone since.",
+                "2 ranks together, with caches `cold` and `warm`. Each once: a few per cent are noise. `late_templates` has gone since.",
             ),
             Table(
                 ("compile_cpu.json",),
