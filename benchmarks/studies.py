@@ -428,7 +428,7 @@ STUDIES = (
                 ("first_step_32_layers.json",),
                 _FIRST_STEPS,
                 _first_steps,
-                "By layers, before that, each run once: 32 layers take two to three "
+                "By layers, each run once: with cold caches 32 layers take about three "
                 "times as long as 2, on all sides.",
             ),
             Table(
@@ -468,7 +468,8 @@ STUDIES = (
                 _patches,
                 "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
                 "with none, and with all (`FXPAR_FAST=0`): of `fxpar.shard` on dp=2, "
-                "2 ranks together, with caches `cold` and `warm`. Each once: a few per cent are noise. `late_templates` has gone since.",
+                "2 ranks together, with caches `cold` and `warm`. Each once: a few per "
+                "cent are noise. `late_templates` has gone since.",
             ),
             Table(
                 ("compile_cpu.json",),
