@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,26 @@ def test_a_step_is_predicted_as_its_schedule_was_chosen(
         model, rows = torch.nn.Sequential(*layers), torch.empty(4096, 1024)
     fxpar.plan(model, rows, mesh="dp=2,tp=4", mode="search", grad=True)
     assert read
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sent", "kind", "is_like"),
+    [
+        (1.0005, 104, "all_reduce", True),
+        (1.002, 100, "all_reduce", False),
+        (1.0005, 120, "all_reduce", False),
+        (1.0005, 100, "all_gather", False),
+    ],
+)
+def test_which_steps_have_as_much_to_gain(
+    seconds: float, sent: int, kind: str, is_like: bool
+) -> None:
+    def line(seconds: float, sent: int, kind: str) -> Any:
+        traffic = SimpleNamespace(kind=kind, axes=("dp",), sent=sent)
+        return SimpleNamespace(seconds=seconds, traffic=(traffic,))
+
+    shorter = line(1.0, 100, "all_reduce")
+    assert choose_plan._is_like(line(seconds, sent, kind), shorter) == is_like
 
 
 # Seconds of a step, and bytes that a rank holds.
