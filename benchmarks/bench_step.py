@@ -1,7 +1,7 @@
 """Step time of fxpar against what a user would write today, measured side by side.
 
     python benchmarks/bench_step.py [--short] [--peer ddp|fsdp2|tp|sp] [--ranks 2|4]
-        [--plans] [--json FILE]
+        [--jobs N] [--plans] [--json FILE]
 
 - ``ddp``, mesh dp: DistributedDataParallel + torch.compile, each rank reading its part
   of the batch; fxpar reads the same (inputs=local).
@@ -21,11 +21,12 @@ parallelism with the peer's layout at rest, by hints; ``program``:
 ``fxpar.train_step``, forward, backward and update as one. Steps alternate, the order
 swapping from round to round, so that drift of the machine hits all sides; what counts
 is the ratio within a round. A step's time is that of the slowest rank. Losses must
-agree, or there is no figure. ``--plans``: the sides are the peer and what
-``fxpar.shard`` leads to with and without a sample, searched and propagated, in a wider
-model of four layers. The profiler counts bytes and calls that a step sends, and
-the most memory it takes beyond parameters and optimizer state, in the same way for all
-sides.
+agree, or there is no figure. ``--jobs``: rounds of so many jobs count together, each of
+which measures the machine anew, as at a first start, and may choose another plan for
+it. ``--plans``: the sides are the peer and what ``fxpar.shard`` leads to with and
+without a sample, searched and propagated, in a wider model of four layers. The profiler
+counts bytes and calls that a step sends, and the most memory it takes beyond parameters
+and optimizer state, in the same way for all sides.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -155,14 +157,24 @@ def worker(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str, Any]:
+def measure(
+    peer: str, ranks: int, words: list[str], compiled: str, jobs: int
+) -> dict[str, Any]:
     """Run the ranks of one comparison; its figures."""
     cores = max(1, (os.cpu_count() or 1) // ranks)
     threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads}
-    data = on_ranks(
-        __file__, ranks, "--peer", peer, *words, timeout=1800, environment=environment
-    )
+    words = ["--peer", peer, *words]
+    each = []
+    for _ in range(jobs):
+        with tempfile.TemporaryDirectory() as cache:
+            own = {"TORCHINDUCTOR_CACHE_DIR": cache} if jobs > 1 else {}
+            both = environment | own
+            out = on_ranks(__file__, ranks, *words, timeout=1800, environment=both)
+        each.append(out)
+    data = each[-1] | {"times": [round_ for out in each for round_ in out["times"]]}
+    if jobs > 1:
+        data["sent_by_job"] = [out["sent"] for out in each]
     figures: dict[str, Any] = {"peer": peer, "mesh": f"{AXIS[peer]}={ranks}"}
     figures["compiled"] = compiled if peer == "fsdp2" else "whole"
     for j, what in enumerate(("forward_backward", "step")):
@@ -211,6 +223,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=sorted(PEERS), action="append")
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--pairs", type=int, help="rounds")
+    parser.add_argument("--jobs", type=int, default=1, help="each with so many rounds")
     parser.add_argument("--codegen", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--compile", choices=["layers", "whole"], default="layers")
     parser.add_argument("--hardware", help="what schedules are chosen for")
@@ -234,7 +247,7 @@ def main() -> None:
     cases = []
     for ranks in args.ranks or [2]:
         for peer in args.peer or sorted(PEERS):
-            cases.append(measure(peer, ranks, words, args.compile))
+            cases.append(measure(peer, ranks, words, args.compile, args.jobs))
             show(cases[-1])
     data = {"conditions": before, "model": asdict(case_of(args, 0))}
     write(args.json, "bench_step", data | {"cases": cases})

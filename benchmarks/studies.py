@@ -79,7 +79,10 @@ def seconds(times: Sequence[float]) -> str:
 
 
 # A run for each, since against DDP the benchmark of the other run shards parameters.
-_STEPS = ("step_ddp_cpu.json", "step_fsdp2_cpu.json", "step_cpu.json")
+_STEPS = (
+    *("step_ddp_cpu.json", "step_fsdp2_cpu.json"),
+    *("step_tp_cpu.json", "step_sp_cpu.json"),
+)
 # The sides of a step, in the order of columns.
 _SIDES = ("peer", "fxpar", "plain", "program")
 
