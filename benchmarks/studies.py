@@ -475,6 +475,14 @@ STUDIES = (
                 "cent are noise. `late_templates` has gone since.",
             ),
             Table(
+                ("patches_cuda.json",),
+                "left out | layers | way | CPU s | of",
+                _patches,
+                "The same for an H100: one rank of dp=2, to the text of Triton kernels, "
+                "without a GPU, beside other jobs. The other two act on the CPU's "
+                "compiler and between ranks.",
+            ),
+            Table(
                 ("compile_cpu.json",),
                 "layers | ranks | mesh | seconds | ops | collectives",
                 _of_keys("layers ranks mesh total ops collectives"),

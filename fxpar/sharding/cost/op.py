@@ -103,7 +103,9 @@ def _flops_unmasked(node: fx.Node) -> float:
         windows, _, weight = _convolved(node, shapes)
         gradients = sum(node.args[-1][:2]) if _is_backward(target) else 1
         return 2.0 * windows[0] * math.prod((*windows[2:], *weight)) * gradients
-    if _is_attention(target) and not (_is_users(target) or is_packed(node)):
+    # Torch counts packed attention by its documents, but not 2.11.
+    is_counted = is_packed(node) and target.overloadpacket in flop_registry
+    if _is_attention(target) and not (_is_users(target) or is_counted):
         query, key = _attended(node, shapes)
         each = _ATTENTION[_is_backward(target)]
         return each * math.prod(query) * key[sequence_dim(target)]
