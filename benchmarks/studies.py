@@ -478,8 +478,8 @@ STUDIES = (
                 ("patches_cuda.json",),
                 "left out | layers | way | CPU s | of",
                 _patches,
-                "The same for an H100: one rank of dp=2, to the text of Triton kernels, "
-                "without a GPU, beside other jobs. The other two act on the CPU's "
+                "The same for an H100, without a GPU: one rank of dp=2, to the text of "
+                "Triton kernels, beside other jobs. The other two act on the CPU's "
                 "compiler and between ranks.",
             ),
             Table(
