@@ -8,11 +8,12 @@ nothing. What a script returns, any tensors and numbers, is compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -32,11 +33,13 @@ class Setting:
     """How a script runs; by default on one device."""
 
     mesh: str = ""
-    mode: str = "compile"
+    mode: str = "compile"  # or "ddp": as DDP has it, without fxpar
     inputs: str = "global"
     codegen: str = "eager"
     # Figures of the machine, a file; "" for those of this one.
     hardware: str = ""
+    # What is trained by DDP's rules.
+    models: list[nn.Module] = field(default_factory=list, compare=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,11 +54,33 @@ class Setting:
     def compile(self, fn: Any, **how: Any) -> Any:
         if not self.mesh:
             return fn
+        if self.mode == "ddp":
+            return self._with_buffers_of_first(fn)
         return torch.compile(fn, backend="fxpar", options=self.options, **how)
+
+    def _with_buffers_of_first(self, fn: Any) -> Any:
+        """What is called, after all ranks got the first one's buffers."""
+
+        def broadcast(*_: Any) -> None:
+            for buffer in (b for model in self.models for b in model.buffers()):
+                dist.broadcast(buffer, 0)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            broadcast()
+            return fn(*args, **kwargs)
+
+        if not isinstance(fn, nn.Module):
+            return call
+        fn.register_forward_pre_hook(broadcast)
+        return fn
 
     def model(self, module: nn.Module) -> nn.Module:
         """The module in float64, at rest sharded if the mode says so."""
         module = module.double()
+        if self.mode == "ddp":
+            self.models.append(module)
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(mean_over_ranks)
         sharded = self.mesh and self.mode == "shard"
         return fxpar.shard(module, mesh=self.mesh) if sharded else module
 
@@ -90,6 +115,11 @@ class Setting:
             return x
         place, places = place_of(self.mesh)
         return x.tensor_split(places)[place].clone()
+
+
+def mean_over_ranks(parameter: torch.Tensor) -> None:
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
 
 
 def run(script: str, setting: Setting) -> dict[str, Any]:
@@ -130,17 +160,29 @@ def differences(
     return lines
 
 
+@cache
+def by_ranks_alone(script: str, mesh: str) -> list[dict[str, Any]]:
+    """What each rank has where it computes its part of the batch as DDP does."""
+    return ranks_of(mesh).run(run, script, Setting(mesh, "ddp", "local"))
+
+
 def check(script: str, setting: Setting, *, splits: str = "") -> None:
-    """Raise AssertionError if a rank returns something else than one device; RankError
-    if one fails, or waits for ever. ``splits``: a file for figures of a machine on
-    which a search splits small programs."""
+    """Raise AssertionError if a rank returns something else than one device, or where
+    ranks feed parts of a batch than DDP; RankError if one fails, or waits for ever.
+    ``splits``: a file for figures of a machine on which a search splits small
+    programs."""
     __tracebackhide__ = True
     if splits:
         machine().save(splits)
         setting = replace(setting, hardware=splits)
-    pool, want = ranks_of(setting.mesh), on_one_device(script)
-    for rank, got in enumerate(pool.run(run, script, setting)):
-        # What a rank computes of its own part of a batch is its own.
-        only = "state" if setting.inputs == "local" else ""
+    every = ranks_of(setting.mesh).run(run, script, setting)
+    is_local = setting.inputs == "local"
+    # What a rank computes of its own part of a batch is its own.
+    only = "state" if is_local else ""
+    for rank, got in enumerate(every):
+        if is_local:
+            want = by_ranks_alone(script, setting.mesh)[rank]
+        else:
+            want = on_one_device(script)
         lines = differences(got, want, only=only)
         assert not lines, "\n".join([f"rank {rank}:", *lines])
