@@ -23,10 +23,11 @@ swapping from round to round, so that drift of the machine hits all sides; what 
 is the ratio within a round. A step's time is that of the slowest rank. Losses must
 agree, or there is no figure. ``--jobs``: rounds of so many jobs count together, each of
 which measures the machine anew, as at a first start, and may choose another plan for
-it. ``--plans``: the sides are the peer and what ``fxpar.shard`` leads to with and
-without a sample, searched and propagated, in a wider model of four layers. The profiler
-counts bytes and calls that a step sends, and the most memory it takes beyond parameters
-and optimizer state, in the same way for all sides.
+it; calls and bytes are those of the last. ``--plans``: the sides are the peer and what
+``fxpar.shard`` leads to with and without a sample, searched and propagated, in a wider
+model of four layers. The profiler counts bytes and calls that a step sends, and the
+most memory it takes beyond parameters and optimizer state, in the same way for all
+sides.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ def measure(
             out = on_ranks(__file__, ranks, *words, timeout=1800, environment=both)
         each.append(out)
     data = each[-1] | {"times": [round_ for out in each for round_ in out["times"]]}
+    data["loss_difference"] = max(out["loss_difference"] for out in each)
     if jobs > 1:
         data["sent_by_job"] = [out["sent"] for out in each]
     figures: dict[str, Any] = {"peer": peer, "mesh": f"{AXIS[peer]}={ranks}"}

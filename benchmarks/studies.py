@@ -479,8 +479,8 @@ STUDIES = (
                 "left out | layers | way | CPU s | of",
                 _patches,
                 "The same for an H100, without a GPU: one rank of dp=2, to the text of "
-                "Triton kernels, beside other jobs. The other two act on the CPU's "
-                "compiler and between ranks.",
+                "Triton kernels, while other jobs ran. `libraries` and "
+                "`probes_remembered` act on the C++ compiler and between ranks.",
             ),
             Table(
                 ("compile_cpu.json",),

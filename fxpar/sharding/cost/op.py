@@ -103,9 +103,7 @@ def _flops_unmasked(node: fx.Node) -> float:
         windows, _, weight = _convolved(node, shapes)
         gradients = sum(node.args[-1][:2]) if _is_backward(target) else 1
         return 2.0 * windows[0] * math.prod((*windows[2:], *weight)) * gradients
-    # Torch counts packed attention by its documents, but not 2.11.
-    is_counted = is_packed(node) and target.overloadpacket in flop_registry
-    if _is_attention(target) and not (_is_users(target) or is_counted):
+    if _is_attention(target) and not (_is_users(target) or _is_counted_packed(node)):
         query, key = _attended(node, shapes)
         each = _ATTENTION[_is_backward(target)]
         return each * math.prod(query) * key[sequence_dim(target)]
@@ -116,6 +114,12 @@ def _flops_unmasked(node: fx.Node) -> float:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args = [x for x in args if not isinstance(x, torch.dtype)]  # few formulas take one
     return float(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _is_counted_packed(node: fx.Node) -> bool:
+    """Return whether torch counts a packed attention by its documents. Torch 2.11 does
+    not: there each query counts as if it saw all keys."""
+    return is_packed(node) and node.target.overloadpacket in flop_registry
 
 
 @cache

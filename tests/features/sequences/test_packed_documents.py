@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 import fxpar
 from tests.helpers.pairs import diagonal
@@ -245,6 +246,16 @@ def test_keys_of_a_window_are_whole() -> None:
     args = [*tensors(ROWS, ROWS), starts(0, 5, 12), starts(0, 5, 12)]
     plan = planned_by_keys(args, (2, 0), "cp=4", None)
     assert not all_keys_rest(plan)
+    matches(plan, *args)
+
+
+def test_operations_that_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on torch 2.11."""
+    for op in [op for op in flop_registry if "varlen" in str(op)]:
+        monkeypatch.delitem(flop_registry, op)
+    args = [*tensors(ROWS, ROWS), starts(0, 5, 12)]
+    plan = planned(args, CAUSAL)
+    assert kinds(plan) == {"all_gather", "reduce_scatter"}
     matches(plan, *args)
 
 
