@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.choose_schedule import choose
+from fxpar.fusion.choose_schedule import begin, choose
 from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.graph import collective_nodes
@@ -181,7 +181,7 @@ def by_hand(step: Step, slices: str, each: bool) -> tuple[float, str] | None:
 
 def rows_of(case: Case, each: bool) -> Iterator[dict[str, Any]]:
     step = Step(case)
-    chosen = choose(step.graph, step.mesh, step.hardware)
+    chosen = choose(begin(step.graph, step.mesh, step.hardware))
     before, found = chosen.seconds
     text = str(chosen.schedule)
     slices = "".join(

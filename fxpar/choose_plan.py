@@ -10,6 +10,7 @@ gives for it. Never: steps of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import pipeline
-from fxpar.errors import HintError, PlanError
+from fxpar.errors import HintError, PlanError, ScheduleError
 from fxpar.features import FEATURES
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
@@ -37,7 +38,9 @@ from fxpar.passes.simulate.simulate_step import (
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
 from fxpar.runtime.ranks import meeting, presence
+from fxpar.runtime.steps.lowering_steps import begin_choice
 from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.runtime.steps.plan_steps import can_choose_schedule
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.mesh import Mesh
@@ -83,7 +86,11 @@ def _finished(state: JointState) -> JointState:
     if not rivals:
         return pipeline.finished(state, pipeline.rows_after("plan"))
     trials: list[tuple[Timeline, JointState, Decision]] = []
-    for decision, request in ((state.decided, state.request), *rivals):
+    distinct: dict[Any, tuple[Decision, Request]] = {}
+    for each in ((state.decided, state.request), *rivals):
+        plan = each[0].mesh, each[0].strategies, each[0].settled
+        distinct.setdefault(plan, each)
+    for decision, request in distinct.values():
         quiet = request.with_options(debug=0, dump=None)
         trial = _trial_of(state, decision, quiet)
         if state.open:
@@ -190,7 +197,15 @@ def _trial_of(state: JointState, decision: Decision, request: Request) -> JointS
 
 
 def _timeline_unscheduled(state: JointState) -> Timeline:
-    """Predict a step without a schedule; ``state`` keeps its graph."""
+    """Predict a step without a schedule; ``state`` keeps its graph. Where one can be
+    chosen, the choice begins with this prediction."""
+    request, mesh = state.request, state.decided.mesh
+    is_alone = request.pipeline is not None or mesh.size == 1
+    is_as_chosen = mesh.is_shared_equally and not request.options.disable
+    if can_choose_schedule(request) and is_as_chosen and not is_alone:
+        with contextlib.suppress(ScheduleError):
+            state.attempts = begin_choice(state)
+            return state.attempts.now
     copied = _trial_of(state, state.decided, state.request)
     copied.graph = copy_of(state.graph)
     run_steps(pipeline.rows_after("schedule", _LOWERED), copied)

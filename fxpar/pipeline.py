@@ -295,7 +295,7 @@ def finished(state: JointState, rows: Sequence[Pass]) -> JointState:
     """
     run_steps(rows, state)
     state.plan = replace(state.plan, timings=state.seconds)
-    state.rivals, state.run = (), None
+    state.rivals, state.attempts, state.run = (), None, None
     return state
 
 

@@ -17,7 +17,7 @@ the best so far, and the others with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ from fxpar.fusion.sequence_parallel import alternatives, candidates, described, 
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import copy_of
-from fxpar.passes.order.forward_backward import Orders, regather, split_phases
+from fxpar.passes.order.forward_backward import Orders, split_phases, tag
 from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
 from fxpar.passes.simulate.simulate_step import Event, Timeline, simulate
 from fxpar.sharding.cost.collectives import FULL
@@ -120,8 +120,9 @@ class Attempts:
 
     ``simulated``: the timeline with each schedule that may be tried on the mesh;
     ``left``: others that may, by the seconds of a step with fewer layers;
-    ``near_misses``: notes on near misses. ``keep_gathered``: the backward gathers no
-    parameters again; ``gathers``: whether parameters are gathered at all.
+    ``near_misses``: notes on near misses. ``tags``: options of
+    ``forward_backward.tag``; ``gathers``: whether parameters are gathered at all;
+    ``local``: the graph to run, of which the first is a copy that has only shapes.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class Attempts:
         graph: fx.Graph,
         mesh: Mesh,
         hardware: Hardware,
-        *,
-        keep_gathered: bool = False,
+        tags: Mapping[str, bool],
+        local: fx.Graph | None = None,
     ) -> None:
         self.first, self.mesh, self.hardware = graph, mesh, hardware
-        self.keep_gathered = keep_gathered
+        self.tags, self.local = tags, local or graph
         self.gathers = any(x.meta.get("fxpar_parameter") for x in graph.nodes)
         self.machine = Machine(mesh, hardware)
         self.near_misses: list[str] = []
@@ -202,8 +203,7 @@ class Attempts:
         for settings to order. The last one asked for is remembered."""
         if self._last is None or self._last[0] != schedule.lines:
             lowered = apply(schedule, self.first, self.mesh, lowered=True)
-            if not self.keep_gathered:
-                regather(lowered)
+            tag(lowered, **self.tags)
             self._last = schedule.lines, Orders(split_phases(lowered))
         return self._last[1]
 
@@ -276,12 +276,12 @@ class Chosen:
 
 
 def choose_or_warn(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, **options: bool
+    begin: Callable[[], Attempts], *, lines: bool = True
 ) -> Chosen | None:
     """Return the result of ``choose``; if it fails, warn and return None: a program
     runs without a schedule."""
     try:
-        return choose(graph, mesh, hardware, **options)
+        return choose(begin(), lines=lines)
     except Exception as error:
         failed(error)
         return None
@@ -299,28 +299,33 @@ def failed(error: Exception) -> None:
     warn(what, where=where, fix=fix)
 
 
-def choose(
+def begin(
     graph: fx.Graph,
     mesh: Mesh,
     hardware: Hardware,
     *,
-    lines: bool = True,
     keep_gathered: bool = False,
-) -> Chosen:
-    """Return the best schedule found; an empty one if none pays.
-
-    lines: whether to try verbs, or settings alone. keep_gathered: as of ``Attempts``.
-    """
+    save_readers: bool = False,
+) -> Attempts:
+    """Return the simulation of a local graph without a schedule, for ``choose``. The
+    options are those of ``forward_backward.tag``."""
     if has_uneven_ops(graph):
         values = [node.meta.get("val") for node in graph.nodes]
         graph = copy_of(graph)
         close(graph, mesh, _torch.fake.mode_of(values))
+    tags = {"keep_gathered": keep_gathered, "save_readers": save_readers}
     with old_objects_kept(), _torch.fake.shapes_alone():
-        shapes = shapes_of(graph)
-        on = hardware.on(mesh)
-        state = Attempts(shapes, on, hardware, keep_gathered=keep_gathered)
-        before, run_before = state.now, state.run
-        fewer = fewer_layers(shapes)
+        return Attempts(shapes_of(graph), hardware.on(mesh), hardware, tags, graph)
+
+
+def choose(state: Attempts, *, lines: bool = True) -> Chosen:
+    """Return the best schedule found; an empty one if none pays.
+
+    state: as ``begin`` returns it. lines: whether to try verbs, or settings alone.
+    """
+    before, run_before, graph = state.now, state.run, state.local
+    with old_objects_kept(), _torch.fake.shapes_alone():
+        fewer = fewer_layers(state.first)
         if lines and (fewer is None or not _lines_for_layers(state, fewer)):
             _lines(state)
         if not is_better(state.now, before, _PAYS):
@@ -355,8 +360,7 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     """Find the best lines on the graph with fewer layers and try them, repeated for all
     layers, in ``state``. Return whether they could be repeated and a step is better
     with them."""
-    keep = state.keep_gathered
-    few = Attempts(fewer.graph, state.mesh, state.hardware, keep_gathered=keep)
+    few = Attempts(fewer.graph, state.mesh, state.hardware, state.tags)
     _lines(few)
     try:
         best = lines_of_layers(few.schedule, fewer)
@@ -580,40 +584,43 @@ def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
 
 def _by_phase(state: Attempts) -> None:
     """Try sizes of buckets and numbers of gathers in flight, where communication is
-    waited for. More of them hold more memory: where parameters are gathered a share of
-    the peak memory, but for a few bytes, counts as much as the same share of the
-    seconds. Settings that give an order already tried are skipped."""
+    waited for, the smaller first and larger ones while they pay. More of them hold more
+    memory: where parameters are gathered a share of the peak memory, but for a few
+    bytes, counts as much as the same share of the seconds. Settings that give an order
+    already tried are skipped."""
     most, few = state.most_bytes(), state.now.peak_bytes + state.little()
     room = most - state.now.peak_bytes
     first, *rest = (int(share * room) for share in _AGAIN)
-    changes: list[dict[str, int]] = [
-        *({"bucket": size, "again": first} for size in _BUCKETS),
-        *({"again": size} for size in rest),
-        *({"ahead": count} for count in _AHEAD),
+    changes: list[list[dict[str, int]]] = [
+        [{"bucket": size, "again": first} for size in _BUCKETS],
+        [{"again": size} for size in rest],
+        [{"ahead": count} for count in _AHEAD],
     ]
     if state.now.exposed_seconds < _TRIED * state.now.seconds:
         return
     orders = state.orders()
     orders_tried = {orders.of(state.schedule.settings)}
-    for change in changes:
-        now = state.now
-        if now.exposed_seconds < _TRIED * now.seconds:
-            return
-        settings = replace(state.schedule.settings, **change)
-        if settings.again is not None:
-            again = min(settings.again, settings.bucket or FULL)
-            settings = replace(settings, again=again)
-        order = orders.of(settings)
-        if order in orders_tried:
-            continue
-        orders_tried.add(order)
-        schedule = replace(state.schedule, settings=settings)
-        then = state.timeline(schedule)
-        if then.peak_bytes <= most:
+    for steps in changes:
+        for change in steps:
+            now = state.now
+            if now.exposed_seconds < _TRIED * now.seconds:
+                return
+            settings = replace(state.schedule.settings, **change)
+            if settings.again is not None:
+                again = min(settings.again, settings.bucket or FULL)
+                settings = replace(settings, again=again)
+            order = orders.of(settings)
+            if order in orders_tried:
+                continue
+            orders_tried.add(order)
+            schedule = replace(state.schedule, settings=settings)
+            then = state.timeline(schedule)
+            if then.peak_bytes > most:
+                break
             state.simulated[schedule] = then
             product, before = (x.seconds * max(x.peak_bytes, few) for x in (then, now))
-            if not state.gathers or product < before:
-                state.take(schedule, then)
+            if (state.gathers and product >= before) or not state.take(schedule, then):
+                break
 
 
 def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion import choose_schedule
-from fxpar.fusion.choose_schedule import Chosen, choose, is_better
+from fxpar.fusion.choose_schedule import Chosen, begin, choose, is_better
 from fxpar.fusion.overlap_candidates import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
@@ -40,7 +40,7 @@ def chosen_for(name: str, network: str) -> Chosen:
 def newly_chosen(name: str, network: str) -> Chosen:
     block = BLOCKS[name]
     toy = block.toy(block.large, torch.bfloat16)
-    return choose(graph_of(toy), toy.mesh, hardware_of(network))
+    return choose(begin(graph_of(toy), toy.mesh, hardware_of(network)))
 
 
 def held_against_every(
@@ -186,7 +186,7 @@ def test_what_would_not_pay_is_left() -> None:
     """Where links are as fast as can be, nothing is split."""
     block = BLOCKS["attention"]
     toy = block.toy(192, torch.bfloat16)
-    chosen = choose(graph_of(toy), toy.mesh, hardware_of("h100"))
+    chosen = choose(begin(graph_of(toy), toy.mesh, hardware_of("h100")))
     assert "overlap" not in str(chosen.schedule)
     with pytest.raises(ScheduleError):
         toy.after("overlap(mm, all_reduce, ring=2)")
@@ -227,7 +227,7 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return launches_as_run(phases)
 
     monkeypatch.setattr(choose_schedule, "launches_as_run", seen)
-    chosen = choose(graph_of(toy), toy.mesh, hardware_of("slow"))
+    chosen = choose(begin(graph_of(toy), toy.mesh, hardware_of("slow")))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))
 

@@ -15,7 +15,7 @@ from torch import fx
 import fxpar
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.choose_schedule import Chosen, choose
+from fxpar.fusion.choose_schedule import Chosen, begin, choose
 from fxpar.fusion.fewer_layers import (
     LEAST,
     STAY,
@@ -52,9 +52,9 @@ def chosen(toy: Toy, network: str, *, whole: bool = False) -> Chosen:
     """What is chosen, on few layers or on all."""
     all_layers = mock.patch.object(choose_schedule, "fewer_layers", lambda _: None)
     if not whole:
-        return choose(graph_of(toy), toy.mesh, hardware_of(network))
+        return choose(begin(graph_of(toy), toy.mesh, hardware_of(network)))
     with all_layers:
-        return choose(graph_of(toy), toy.mesh, hardware_of(network))
+        return choose(begin(graph_of(toy), toy.mesh, hardware_of(network)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_layers_go_forward_and_backward_alike() -> None:
     results, wanted = (g.output_node().args[0] for g in (fewer.graph, like))
     assert len(results) == len(wanted)
     mesh, hardware = Mesh.parse(MESH), hardware_of("h100")
-    few, short = (choose(g, mesh, hardware) for g in (fewer.graph, like))
+    few, short = (choose(begin(g, mesh, hardware)) for g in (fewer.graph, like))
     assert few.seconds[0] == pytest.approx(short.seconds[0], rel=1e-3)
     assert few.peak[0] == pytest.approx(short.peak[0], rel=1e-2)
 

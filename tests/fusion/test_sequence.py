@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.choose_schedule import choose
+from fxpar.fusion.choose_schedule import begin, choose
 from fxpar.fusion.sequence_parallel import Prices, Rows, cut, rows_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
@@ -153,7 +153,7 @@ def test_no_choice_is_better(seed: int, split: bool) -> None:
 
 def test_it_is_split_where_that_pays() -> None:
     graph = lifted(BLOCK)
-    chosen = choose(graph, BLOCK.mesh, machine())
+    chosen = choose(begin(graph, BLOCK.mesh, machine()))
     assert (
         len(
             chosen.graph.find_nodes(
@@ -170,7 +170,7 @@ def test_what_does_not_pay_is_told() -> None:
     """Two results that are read whole are two gathers, for one all-reduce."""
     toy = Toy(two, *BLOCK_SUM)
     quick = replace(machine(), bandwidth=9e9)
-    chosen = choose(lifted(toy), Mesh.parse("tp=4"), quick)
+    chosen = choose(begin(lifted(toy), Mesh.parse("tp=4"), quick))
     assert not chosen.schedule
     assert chosen.seconds[0] == chosen.seconds[1]
     assert any("us more of communication" in text for text in chosen.near_misses), (

@@ -58,9 +58,8 @@ def rings(graph: fx.Graph, mesh: Mesh) -> Schedule:
 def test_attention_by_a_schedule(
     fn: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(
-        graph: fx.Graph, mesh: Mesh, hardware: Any, **_: Any
-    ) -> choose_schedule.Chosen:
+    def choose(state: choose_schedule.Attempts, **_: Any) -> choose_schedule.Chosen:
+        graph, mesh = state.local, state.mesh
         schedule = lines(graph, mesh)
         assert len(schedule.lines) == 2
         after = apply(schedule, graph, mesh)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 import fxpar
 from fxpar.features.sequences.overlap_attention import rings_of
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
-from fxpar.sharding.mesh import Mesh
 from tests.helpers import models
 
 ROWS, WIDTH, WORDS = 8, 16, 32
@@ -118,15 +117,12 @@ def packed(batch: int) -> dict[str, torch.Tensor]:
     return {"position_ids": torch.cat([half, half]).repeat(batch, 1)}
 
 
-def rings(
-    graph: fx.Graph, mesh: Mesh, hardware: Any, **_: Any
-) -> choose_schedule.Chosen:
+def rings(state: choose_schedule.Attempts, **_: Any) -> choose_schedule.Chosen:
     """A ring of each attention, whatever it takes."""
-    schedule = rings_of(graph)
+    schedule = rings_of(state.local)
     assert len(schedule.lines) == 2  # forward and backward
-    return choose_schedule.Chosen(
-        schedule, apply(schedule, graph, mesh), (1, 1), (1, 1)
-    )
+    after = apply(schedule, state.local, state.mesh)
+    return choose_schedule.Chosen(schedule, after, (1, 1), (1, 1))
 
 
 def hugging_face(more: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

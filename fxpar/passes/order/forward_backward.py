@@ -7,7 +7,7 @@ recomputed in the backward, and ``schedule`` has run on both. It is for
 ``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` has a split graph in
 the orders of several settings. Never: the given graph changes.
 
-Three functions tag a graph for AOTAutograd's partitioner, in place:
+``tag`` tags a graph for AOTAutograd's partitioner, in place, by three functions:
 
 ``regather``: values that are gathered from parameters at rest, and computed from
 nothing else, are recomputed, so that the partitioner saves this rank's shard for the
@@ -56,6 +56,17 @@ from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
 transfer = torch.ops.fxpar.transfer.default
+
+
+def tag(graph: fx.Graph, *, keep_gathered: bool, save_readers: bool) -> None:
+    """Tag what the forward saves and what the backward computes or gathers again.
+    ``keep_gathered``: parameters are not gathered again; ``save_readers``: shards, or
+    the inputs of ranks, have different sizes."""
+    save_of_stages(graph)
+    if not keep_gathered:
+        regather(graph)
+    if save_readers:
+        save_readers_of_recomputed(graph)
 
 
 def save_readers_of_recomputed(graph: fx.Graph) -> None:

@@ -25,7 +25,7 @@ from fxpar import _torch
 from fxpar._torch.objects import define_op
 from fxpar.errors import PlanError, RankMismatchError, ScheduleError
 from fxpar.fusion.apply_schedule import apply
-from fxpar.fusion.choose_schedule import choose_or_warn
+from fxpar.fusion.choose_schedule import Attempts, begin, choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.region_op import facts_of, provider_of
@@ -88,10 +88,8 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
     if request.options.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return graph
-        hardware = request.hardware.at_speed(mesh.slowest)
-        keep = not request.options.reshard_after_forward
         chosen = choose_or_warn(
-            state.at_hints, mesh, hardware, lines=not state.open, keep_gathered=keep
+            lambda: state.attempts or begin_choice(state), lines=not state.open
         )
         if chosen is None:
             return graph
@@ -119,6 +117,15 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
     return after
 
 
+def begin_choice(state: JointState) -> Attempts:
+    """Simulate the local graph without a schedule, for the choice of one. Raises
+    ScheduleError and PlanError."""
+    hardware, mesh = state.request.hardware, state.decided.mesh
+    assert hardware is not None, "a schedule is chosen for known hardware"
+    machine = hardware.at_speed(mesh.slowest)
+    return begin(state.at_hints, mesh, machine, **_tags(state))
+
+
 _SETTINGS_ALONE = (
     "schedule: only buckets and prefetching are chosen, since sizes are dynamic"
 )
@@ -133,11 +140,15 @@ def lower(graph: fx.Graph, state: JointState) -> fx.Graph:
 
 def regather(graph: fx.Graph, state: JointState) -> None:
     """Tag what the forward saves, and what the backward computes or gathers again."""
-    forward_backward.save_of_stages(graph)
-    if state.request.options.reshard_after_forward:
-        forward_backward.regather(graph)
-    if not state.decided.is_even or state.request.manual is not None:
-        forward_backward.save_readers_of_recomputed(graph)
+    forward_backward.tag(graph, **_tags(state))
+
+
+def _tags(state: JointState) -> dict[str, bool]:
+    """Return the options of ``forward_backward.tag``."""
+    return {
+        "keep_gathered": not state.request.options.reshard_after_forward,
+        "save_readers": not state.decided.is_even or state.request.manual is not None,
+    }
 
 
 def bind(graph: fx.Graph, state: RankState) -> fx.Graph:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.choose_schedule import SimulatedRun
+from fxpar.fusion.choose_schedule import Attempts, SimulatedRun
 from fxpar.fusion.schedule import Schedule
 from fxpar.graph.builder import Builder
 from fxpar.graph.size_nodes import at_hints
@@ -90,6 +90,8 @@ class JointState(PipelineState):
     rivals: tuple[tuple[Decision, Request], ...] = ()
     # Predicted seconds of a step, if plans were compared by them.
     step_seconds: float | None = None
+    # The simulation without a schedule that the choice of one begins with.
+    attempts: Attempts | None = None
     # The local graph before its schedule, if the request is to be tuned.
     unscheduled: fx.Graph | None = None
     # Given, recalled or chosen.

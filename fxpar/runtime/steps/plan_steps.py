@@ -169,11 +169,11 @@ def _program(state: JointState) -> Program:
     program = read(state.at_hints, state.request.as_planned)
     if state.request.pipeline is not None:
         return split_evenly(program)
-    chooses_verbs = _can_choose_schedule(state.request) and not state.open
+    chooses_verbs = can_choose_schedule(state.request) and not state.open
     return replace(program, balances=chooses_verbs)
 
 
-def _can_choose_schedule(request: Request) -> bool:
+def can_choose_schedule(request: Request) -> bool:
     """Return whether a schedule will be chosen (``apply_schedule``)."""
     left_out = "schedule" in request.options.disable
     return (
@@ -323,7 +323,7 @@ def keep_plan(graph: fx.Graph, state: JointState) -> None:
     """Save a plan that was searched on disk."""
     searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
-        chosen = _can_choose_schedule(state.request) and not state.request.options.tune
+        chosen = can_choose_schedule(state.request) and not state.request.options.tune
         plan_store.save(state.key, state.plan, searched, mode.seconds, chosen=chosen)
 
 
