@@ -14,6 +14,7 @@ which cannot use a region again: each of these is traced.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import weakref
@@ -592,20 +593,16 @@ def moved_guards(
     Dynamo guards itself."""
     from torch._dynamo.variables.builder import VariableBuilder
 
-    values = _values(tx)
+    values, moved = _values(tx), _moved_source(instead)
     here, tensors = [], []
-
-    def moved(source: Any) -> Any:
-        return instead.get(source, source)
-
     for each in guards:
-        source = each.guard.originating_source.clone(moved)
+        source = moved(each.guard.originating_source)
         name = each.guard.create_fn_name()
         create = each.guard.create_fn
         try:
             value = source.get_value(*values)
             if name == _SAME:
-                other = create.keywords["source_b"].clone(moved)
+                other = moved(create.keywords["source_b"])
                 create = functools.partial(create.func, source_b=other)
                 holds = value is other.get_value(*values)
             else:
@@ -621,6 +618,27 @@ def moved_guards(
     for source, value in tensors:
         VariableBuilder(tx, source)(value)
     return here
+
+
+def _moved_source(instead: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Return a function that gives a source with others in its place, as its ``clone``
+    does, which begins anew at the root for each of the many sources of a layer."""
+    from torch._guards import ChainedSource, Source
+
+    moved = dict(instead)
+
+    def get(source: Any) -> Any:
+        if source not in moved:
+            moved[source] = source
+            if isinstance(source, ChainedSource):
+                names = (field.name for field in dataclasses.fields(source))
+                parts = ((name, getattr(source, name)) for name in names)
+                new = {n: get(x) for n, x in parts if isinstance(x, Source)}
+                if any(getattr(source, n) is not x for n, x in new.items()):
+                    moved[source] = dataclasses.replace(source, **new)
+        return moved[source]
+
+    return get
 
 
 def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:

@@ -441,14 +441,24 @@ T = TypeVar("T")
 _SHOWN = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
 class Saved:
-    """Holds a value of a saved plan and its place; all methods raise PlanError."""
+    """Holds a value of a saved plan, as parsed from JSON, and the table or list that it
+    is in, with its key there; all methods raise PlanError."""
 
-    # As parsed from JSON.
-    value: Any
-    # Its place in the plan, as ``nodes[0].name``; "" for the whole plan.
-    place: str = ""
+    __slots__ = ("_above", "_key", "value")
+
+    def __init__(
+        self, value: Any, above: Saved | None = None, key: str | int = ""
+    ) -> None:
+        self.value, self._above, self._key = value, above, key
+
+    @property
+    def place(self) -> str:
+        """Return the place in the plan, as ``nodes[0].name``; "" for the whole plan."""
+        above = self._above.place if self._above is not None else ""
+        if isinstance(self._key, int):
+            return f"{above}[{self._key}]"
+        return f"{above}.{self._key}" if above else self._key
 
     def refuse(self, why: str) -> PlanError:
         """Return the error that names the place."""
@@ -468,15 +478,14 @@ class Saved:
         """Return an entry of a table."""
         if not isinstance(self.value, dict):
             raise self._want("a table")
-        place = f"{self.place}.{key}" if self.place else key
         if key not in self.value:
-            raise Saved(None, place).refuse("it is missing")
-        return Saved(self.value[key], place)
+            raise Saved(None, self, key).refuse("it is missing")
+        return Saved(self.value[key], self, key)
 
     def get(self, key: str, default: Any) -> Saved:
         """Return an entry of a table, or the default if it has none."""
         if isinstance(self.value, dict) and key not in self.value:
-            return Saved(default, f"{self.place}.{key}" if self.place else key)
+            return Saved(default, self, key)
         return self[key]
 
     def items(self, count: int | None = None) -> list[Saved]:
@@ -486,7 +495,7 @@ class Saved:
             raise self._want("a list")
         if count is not None and len(self.value) != count:
             raise self.refuse(f"{count} entries are expected, not {len(self.value)}")
-        return [Saved(x, f"{self.place}[{i}]") for i, x in enumerate(self.value)]
+        return [Saved(x, self, i) for i, x in enumerate(self.value)]
 
     def each(self, read: Callable[[Saved], T], count: int | None = None) -> tuple:
         """Return the result of ``read`` for each element of a list, as ``items``."""
@@ -512,6 +521,13 @@ class Saved:
             )
         return self.value
 
+    def counts(self) -> tuple[int, ...]:
+        """Return a list of whole numbers from 0."""
+        given = self.value if isinstance(self.value, list) else ()
+        if given and all(type(x) is int and x >= 0 for x in given):
+            return tuple(given)
+        return self.each(Saved.count)
+
     def number(self) -> float:
         """Return a number from 0, which may be infinity."""
         is_number = isinstance(self.value, (int, float)) and self.value is not True
@@ -536,11 +552,15 @@ class Saved:
 
     def spec(self, mesh: Mesh) -> Spec:
         """Return a spec on the mesh."""
-        spec = self.read(Spec.parse)
+        spec = self.read(_parse_spec)
         for axis in spec.axes:
             if not mesh.has(axis):
                 raise self.refuse(f"{spec} names axis {axis!r}, mesh {mesh} has none")
         return spec
+
+
+# Few specs stand in a plan, each many times.
+_parse_spec = lru_cache(maxsize=1 << 12)(Spec.parse)
 
 
 def plan_from(data: Mapping[str, Any]) -> Plan:
@@ -592,6 +612,8 @@ def _reader(kind: Any) -> _Reader:
     first: Any = inner[0]
     if inner[-1] is NoneType:
         return lambda saved, mesh: None if saved.value is None else first(saved, mesh)
+    if inner[:-1] == [_PLAIN[int]] and inner[-1] is ...:
+        return lambda saved, _: saved.counts()
     if inner[-1] is ...:
         return lambda saved, mesh: saved.each(lambda x: first(x, mesh))
     return lambda saved, mesh: tuple(
