@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -41,14 +42,10 @@ _ENDS = 32
 Reaches = tuple[tuple[int, int, Reach], ...]
 
 
+@_torch.aot.as_compiled()
 def reaches_of(node: fx.Node) -> Reaches:
     """Return the dims along which rows are near, of a call of ``READ``, or of one of
     ``ADDED`` that accumulates."""
-    with _torch.aot.as_compiled():
-        return _reaches(node)
-
-
-def _reaches(node: fx.Node) -> Reaches:
     x, *masks, indices = node.args[: 3 if node.target is MASKED else 2]
     if node.target in ADDED and node.args[3:] != (True,):
         return ()
@@ -146,9 +143,10 @@ def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
         return None
     if width > 1 and width * _SHARE > rows:
         return None
-    slopes = [(1, 1), _reduced(rows, count), _reduced(rows - 1, count - 1)]
+    slopes = [(1, 1), Fraction(rows, count).as_integer_ratio()]
     if count > 1:
         steps = low.diff()
+        slopes.append(Fraction(rows - 1, count - 1).as_integer_ratio())
         slopes.append((int(steps[len(steps) // 2]), 1))
     best: Reach | None = None
     for ends in range(min(_ENDS, (count - 1) // 2) + 1):
@@ -178,11 +176,6 @@ def _windows(
     span = int((high - begin).max()) + 1
     head, tail = low[:ends].tolist(), low[count - ends :].tolist()
     return Reach(step, of, first, span, tuple(head), tuple(tail))
-
-
-def _reduced(step: int, of: int) -> tuple[int, int]:
-    divisor = math.gcd(step, of)
-    return step // divisor, of // divisor
 
 
 def with_windows(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
@@ -40,7 +40,7 @@ from fxpar.sharding.reshard.route import Reshard, connect
 from fxpar.sharding.reshard.steps import duration, front
 from fxpar.sharding.search.unequal_shards import notes
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, fits, specs
 
 Path = tuple[str, ...]
 
@@ -88,13 +88,6 @@ def module_path(node: fx.Node) -> Path | None:
     if not stack:
         return None
     text, _ = list(stack.values())[-1]
-    return _path_of(text)
-
-
-@lru_cache(maxsize=1 << 12)
-def _path_of(text: str) -> Path:
-    """Return the path of a module as Dynamo writes it; cached, as its ops share one
-    text."""
     text = _KEY.sub(r".\1", _ROOT.sub("", text))
     return tuple(part for part in text.split(".") if part)
 
@@ -121,7 +114,9 @@ def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
     one: the path that both share, or, longer than it, the layer of the neighbour that
     shares more source lines, in doubt the earlier one."""
     labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
-    frames = [_frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
+    # Repeated layers have the same few traces.
+    frames_of = cache(lambda trace: frozenset(_FRAME.findall(trace)))
+    frames = [frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
     layers = _layers(path for path in paths if path is not None)
     for a, b in pairwise([None, *labelled, None]):
         before = paths[ops[a].index] or () if a is not None else ()
@@ -144,13 +139,6 @@ def _layers(paths: Iterable[Path]) -> set[Path]:
 def _shared(a: Path, b: Path) -> Path:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return tuple(part for part, _ in same)
-
-
-@lru_cache(maxsize=1 << 14)
-def _frames_of(trace: str) -> frozenset[tuple[str, str]]:
-    """Return the frames of a stack trace; cached, as repeated layers have the same
-    few."""
-    return frozenset(_FRAME.findall(trace))
 
 
 # The number of most expensive reshards that a plan lists.
@@ -309,11 +297,6 @@ def cause(decision: Decision, reshard: Reshard) -> str:
     else:
         assert reshard.reader is not None, "a reshard has a reader or an output"
         op = program.ops[reshard.reader]
-    return op_line(op)
-
-
-def op_line(op: Op) -> str:
-    """Return an op's name and user line."""
     line = user_line(op.node)
     return f"{op.name} ({line})" if line else op.name
 
@@ -453,10 +436,7 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
     if not fits(rule, strategy.axes_of, mesh):
         return "its dims do not divide so"
     try:
-        for i in range(len(rule.operands)):
-            operand_spec(rule, strategy, i)
-        for i in range(len(rule.results)):
-            result_spec(rule, strategy, i)
+        specs(rule, strategy)
     except SpecError as error:
         return error.what
     return None

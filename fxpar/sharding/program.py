@@ -447,6 +447,12 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     return tensors_among((node.args, node.kwargs))
 
 
+def tensors_at(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a call reads, then those that it gives."""
+    operands = [x.meta["val"] for x in tensor_nodes(node)]
+    return operands + tensors_of(node.meta["val"])
+
+
 def tensors_among(arguments: Any) -> list[fx.Node]:
     """Return the nodes with a tensor among arguments, in order, repeats kept."""
     operands: list[fx.Node] = []

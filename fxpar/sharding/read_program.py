@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.near_rows import ADDED, READ, reaches_of, with_windows
-from fxpar.sharding.op_table import evaluate, tensors_of
+from fxpar.sharding.op_table import evaluate, make, tensors_of
 from fxpar.sharding.ops import row_of
 from fxpar.sharding.ops.embedding import BAGS, in_even_bags
 from fxpar.sharding.ops.own_op_rules import axes_inside, manual_axes, pinned
@@ -37,6 +36,7 @@ from fxpar.sharding.program import (
     Value,
     element_of,
     tensor_nodes,
+    tensors_at,
     user_line,
 )
 from fxpar.sharding.shift_messages import NAME as SHIFT
@@ -62,34 +62,11 @@ def bag_length(node: fx.Node) -> int | None:
     return length if is_even else None
 
 
-def in_bags(rule: Rule, node: fx.Node, length: int) -> Rule:
-    """Return the rule of a call whose bags have ``length`` indices each."""
-    tensors = [x.meta["val"] for x in tensor_nodes(node)]
-    shapes = [tuple(x.shape) for x in (*tensors, *tensors_of(node.meta["val"]))]
-    return in_even_bags(rule, node.target, node.args, shapes, length)
-
-
-def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
-    dims = [
-        tuple((f"t{i}d{d}",) for d in range(len(shape)))
-        for i, shape in enumerate(shapes)
-    ]
-    sizes = tuple(
-        (f"t{i}d{d}", n) for i, shape in enumerate(shapes) for d, n in enumerate(shape)
-    )
-    return Rule(
-        tuple(dims[:operands]),
-        tuple(dims[operands:]),
-        sizes,
-        frozenset(name for name, _ in sizes),
-    )
-
-
 def _whole(node: fx.Node) -> Rule:
     """Return the rule of a call of which nothing is split."""
-    tensors = [x.meta["val"] for x in tensor_nodes(node)]
-    shapes = [tuple(t.shape) for t in tensors + tensors_of(node.meta["val"])]
-    return _whole_rule(shapes, len(tensors))
+    shapes, n = [tuple(x.shape) for x in tensors_at(node)], len(tensor_nodes(node))
+    words = [[f"t{i}d{d}!" for d in range(len(x))] for i, x in enumerate(shapes)]
+    return make(words[:n], words[n:]).with_sizes(shapes)
 
 
 class RuleReader:
@@ -129,7 +106,8 @@ class RuleReader:
         if has_rule and reaches:
             rule = with_windows(rule, node, reaches)
         if has_rule and length is not None:
-            rule = in_bags(rule, node, length)
+            shapes = [tuple(x.shape) for x in tensors_at(node)]
+            rule = in_even_bags(rule, node.target, node.args, shapes, length)
         answer = rule, has_rule, next(self._kinds)
         if key is not None:
             self._cache[key] = answer
@@ -179,8 +157,7 @@ def _at_open_sizes(rule: Rule, node: fx.Node) -> Rule:
     source = node.meta.get(OPEN)
     if source is None or not rule.moves or str(node.target) == SHIFT:
         return rule
-    values = [x.meta["val"] for x in tensor_nodes(source)]
-    values += tensors_of(source.meta["val"])
+    values = tensors_at(source)
     open_dims = {
         moves.dim
         for moves in rule.moves

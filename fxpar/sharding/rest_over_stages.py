@@ -30,6 +30,7 @@ from fxpar.sharding.strategy import (
     operand_spec,
     project,
     result_spec,
+    specs,
 )
 
 # (axis, dim) pairs: axes that split dims in addition to a spec, as minor axes.
@@ -79,8 +80,7 @@ def over_stages(
     }
     strategies, settled = list(decision.strategies), list(decision.settled)
     for op in program.ops:
-        casts = len(op.operands) == 1 and op_facts_of(op.target).casts
-        if op.index in update or casts:
+        if op.index in update or is_cast(op):
             split_op(program, op, strategies, settled, split, mesh)
 
     def stored(end: Any, spec: Spec) -> Any:
@@ -158,12 +158,14 @@ def split_op(
         return
 
 
+def is_cast(op: Op) -> bool:
+    """Return whether an op gives its one operand in another dtype."""
+    return len(op.operands) == 1 and op_facts_of(op.target).casts
+
+
 def _can_run(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
     """Return whether an op can run a strategy with all shards equal."""
     if not fits(op.rule, strategy.axes_of, mesh):
         return False
-    specs = [operand_spec(op.rule, strategy, i) for i in range(len(op.operands))]
-    specs += [result_spec(op.rule, strategy, k) for k in range(len(op.results))]
-    values = [program.values[v] for v in op.tensors]
-    pairs = zip(specs, values, strict=True)
-    return all(spec.is_even(mesh, value.shape) for spec, value in pairs)
+    pairs = zip(specs(op.rule, strategy), op.tensors, strict=True)
+    return all(spec.is_even(mesh, program.values[v].shape) for spec, v in pairs)

@@ -49,17 +49,16 @@ from fxpar.sharding.cost.visible_pairs import has_causal_mask, unevenness
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import (
     Op,
     Program,
     Value,
     is_contraction,
     is_view,
-    tensor_nodes,
+    tensors_at,
     values_by_node,
 )
-from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, specs
 
 
 @dataclass(frozen=True)
@@ -259,32 +258,13 @@ def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float 
     if obstacle(size[queries] // ranks, size[keys], ranks) is not None:
         return None
     total, permute = 0.0, along("permute", mesh, mesh.ordered(axes))
-    for nbytes, is_result in _with_factor(op, strategy, mesh, queries):
+    tensors, tensor_specs = tensors_at(op.node), specs(op.rule, strategy)
+    for i in op.rule.where[queries]:
+        nbytes = nbytes_of(tensors[i]) / mesh.count(tensor_specs[i].sharded_axes)
         # A half is copied before it is sent; of a result both are joined.
-        copied = nbytes + 2 * nbytes * is_result
+        copied = nbytes + 2 * nbytes * (i >= len(op.operands))
         total += permute.seconds(nbytes / 2) + on.streaming(copied)
     return total
-
-
-def _with_factor(
-    op: Op, strategy: Strategy, mesh: Mesh, factor: str
-) -> list[tuple[float, bool]]:
-    """Return (bytes on one rank, whether it is a result) of each tensor that has a
-    factor."""
-    operands = [node.meta["val"] for node in tensor_nodes(op.node)]
-    out = []
-    for i, dims in enumerate(op.rule.tensors):
-        if not any(factor in dim for dim in dims):
-            continue
-        place = i - len(operands)
-        spec = (
-            operand_spec(op.rule, strategy, i)
-            if place < 0
-            else result_spec(op.rule, strategy, place)
-        )
-        value = operands[i] if place < 0 else tensors_of(op.node.meta["val"])[place]
-        out.append((nbytes_of(value) / mesh.count(spec.sharded_axes), place >= 0))
-    return out
 
 
 # The time of a kernel that does not run.

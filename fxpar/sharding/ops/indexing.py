@@ -133,11 +133,6 @@ def _index_update(accumulate: bool):
 # Losses and searches
 
 
-def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
-    words = names(x.dim())
-    return text(words, ["k"], results=[words])
-
-
 def _searchsorted(
     sequence: torch.Tensor,
     x: torch.Tensor,
@@ -567,7 +562,10 @@ ROWS = {
         local=partial(_local_update, by_element=False),
         facts="scatters",
     ),
-    **rows("bucketize.Tensor", _bucketize),
+    **rows(
+        "bucketize.Tensor",
+        lambda x, ends, **_: text(n := names(x.dim()), ["k"], results=[n]),
+    ),
     **rows("searchsorted.Tensor", _searchsorted),
     **rows("masked_scatter", whole),
     **rows(

@@ -165,14 +165,14 @@ def _product(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
     return call.build.call(aten.prod.dim_int, x, dim, True, dtype=dtype)
 
 
-def _logsumexp(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
-    return call.build.call(aten.logsumexp.default, x, [dim], True)
-
-
 _SCANS = {
     aten.cumsum.default: Scan(_sum, 0.0, aten.add.Tensor),
     aten.cumprod.default: Scan(_product, 1.0, aten.mul.Tensor),
-    aten.logcumsumexp.default: Scan(_logsumexp, -math.inf, aten.logaddexp.default),
+    aten.logcumsumexp.default: Scan(
+        lambda call, x, dim: call.build.call(aten.logsumexp.default, x, [dim], True),
+        -math.inf,
+        aten.logaddexp.default,
+    ),
 }
 
 
@@ -228,21 +228,15 @@ def _joined(
 Pair = tuple[fx.Node, fx.Node]
 
 
-def _candidates(
-    call: LocalCall, values: fx.Node, places: fx.Node, d: int, axes: Axes
-) -> Pair:
-    """Return the candidates of all shards, with their places in the whole dim."""
-    start = call.build.own_start(call.shapes[0][d], axes)
-    places = call.build.call(aten.add.Tensor, places, start)
-    return gathered(call, values, d, axes), gathered(call, places, d, axes)
-
-
 def _among(
     call: LocalCall, own: Pair, d: int, axes: Axes, choose: Callable[[fx.Node], Pair]
 ) -> Pair:
     """Return the rows that ``choose`` takes of all shards' candidates, and their
     places; ``own``: this shard's."""
-    values, places = _candidates(call, *own, d, axes)
+    values, places = own
+    start = call.build.own_start(call.shapes[0][d], axes)
+    places = call.build.call(aten.add.Tensor, places, start)  # in the whole dim
+    values, places = (gathered(call, x, d, axes) for x in (values, places))
     values, winner = choose(values)
     return values, call.build.call(aten.gather.default, places, d, winner)
 
@@ -326,7 +320,9 @@ def _local_choice_back(
     if not axes:
         return build.call(aten.scatter_add.default, zeros, d, places, grad)
     start = build.own_start(call.shapes[0][d], axes)
-    totals = gathered(call, _chosen_before(call, grad, places, start, d), d, axes)
+    before = call.where(build.call(aten.lt.Scalar, places, start), grad, 0)
+    before = build.call(aten.sum.dim_IntList, before, [d], True)
+    totals = gathered(call, before, d, axes)
     first = build.call(aten.slice.Tensor, places, d, 0, 1)
     first = gathered(call, first, d, axes)
     grad = build.call(aten.cat.default, [grad, totals], d)
@@ -335,15 +331,6 @@ def _local_choice_back(
     is_own = is_within(call, places, shape[d])
     places, grad = (call.where(is_own, x, 0) for x in (places, grad))
     return build.call(aten.scatter_add.default, zeros, d, places, grad)
-
-
-def _chosen_before(
-    call: LocalCall, grad: fx.Node, places: fx.Node, start: Any, d: int
-) -> fx.Node:
-    """Return the sum of the rows whose places are before this shard."""
-    before = call.build.call(aten.lt.Scalar, places, start)
-    rows = call.where(before, grad, 0)
-    return call.build.call(aten.sum.dim_IntList, rows, [d], True)
 
 
 def _local_topk(

@@ -74,32 +74,14 @@ def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
     return MONOTONE if source == torch.bool or grows else ()
 
 
-def _to_copy(x: torch.Tensor, *, dtype: Any = None, **_: Any) -> Sequence[str]:
+def _cast(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     return _exact(x.dtype, dtype or x.dtype)
 
 
-def _convert(x: torch.Tensor, dtype: torch.dtype) -> Sequence[str]:
-    return _exact(x.dtype, dtype)
-
-
-def _copy(x: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Sequence[str]:
-    return _exact(source.dtype, x.dtype)
-
-
-def _blend(value: Any) -> Sequence[str]:
-    """Return the reductions of a value that is this constant elsewhere, equal on every
-    rank."""
-    return LINEAR + MONOTONE if value == 0 else MONOTONE
-
-
 def _blended(place: int) -> Callable[..., Sequence[str]]:
-    """Return the function of the reductions of a call whose argument ``place`` is that
-    constant."""
-    return lambda *args: _blend(args[place])
-
-
-def _division(x: Any, other: Any, *, rounding_mode: str | None) -> Sequence[str]:
-    return LINEAR if rounding_mode is None else ()
+    """Return the function of the reductions of a call whose argument ``place`` is the
+    constant, equal on every rank, of all other elements."""
+    return lambda *args: LINEAR + MONOTONE if args[place] == 0 else MONOTONE
 
 
 def _extremum(reduction: str) -> Callable[..., Rule]:
@@ -203,7 +185,7 @@ ROWS = {
     ),
     **rows(
         "div.Tensor_mode div.Scalar_mode",
-        _passing(_division, 0),
+        _passing(lambda *_, rounding_mode: () if rounding_mode else LINEAR, 0),
         work="root",
         facts="scales",
     ),
@@ -221,8 +203,8 @@ ROWS = {
     **rows("detach", broadcast, movement="0", facts="keeps_order renames"),
     **rows("lift_fresh_copy", broadcast, movement="0", facts="keeps_order moves"),
     **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
-    **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
-    **rows("copy", _passing(_copy, 1)),
+    **rows("_to_copy", _passing(_cast, 0), facts="copies casts"),
+    **rows("copy", _passing(lambda x, y, *_, **__: _exact(y.dtype, x.dtype), 1)),
     **rows("prims::fma", broadcast, linear="0+2|1+2"),
     **rows(
         "prims::copy_strided",
@@ -230,5 +212,9 @@ ROWS = {
         movement="0",
         local=_local_copy_strided,
     ),
-    **rows("prims::convert_element_type", _passing(_convert, 0), facts="casts"),
+    **rows(
+        "prims::convert_element_type",
+        _passing(lambda x, dtype: _exact(x.dtype, dtype), 0),
+        facts="casts",
+    ),
 }

@@ -129,15 +129,6 @@ def _pool_of(
     return rule
 
 
-def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
-    return _pool_of(_Maximum, 2)(len(kernel), x, kernel, *rest)
-
-
-def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> str:
-    """Return the rule; positions are given by the window, and the offset in it."""
-    return spatial(0, x)
-
-
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
     """Return the rule; a sample per image and channel determines where windows
     begin."""
@@ -145,10 +136,6 @@ def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
     words = [*names(x.dim() - k), *["_"] * k]
     batch = ["_"] * (samples.dim() - 1 - (x.dim() - k)) + words[:-k] + ["_"]
     return text(words, batch, results=[words, words])
-
-
-def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str:
-    return spatial(len(args[0]), grad, x, args[-1])
 
 
 # Local forms
@@ -178,12 +165,6 @@ def _local_maximum(k: int, call: LocalCall, x: fx.Node, *settings: Any) -> fx.No
     """Return maxima, and where in its window each is."""
     fill = least(x.meta["val"].dtype)
     return _pooled(k, fill, call, x, _Maximum(*settings))
-
-
-def _local_maximum_with_places(
-    k: int, call: LocalCall, x: fx.Node, *settings: Any
-) -> Any:
-    return _with_places(k, call, _local_maximum(k, call, x, *settings))
 
 
 def _with_places(
@@ -527,6 +508,9 @@ def _local_adaptive_maximum_backward(
     return add_halo_rows(call, gradient, 3)
 
 
+# The rule function of maxima with their places.
+_MAXIMA = _pool_of(_Maximum, 2)
+
 # Kind of work, and position of the argument with the window's size.
 _POOL: dict[str, Any] = {"work": "pool", "window": 1}
 _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
@@ -534,7 +518,7 @@ _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
 ROWS = {
     **rows(
         "prims::_low_memory_max_pool_with_offsets",
-        _low_memory_pool,
+        lambda x, kernel, *rest: _MAXIMA(len(kernel), x, kernel, *rest),
         local=lambda call, x, kernel, *rest: _local_maximum(
             len(kernel), call, x, kernel, *rest
         ),
@@ -542,20 +526,20 @@ ROWS = {
     ),
     **rows(
         "prims::_low_memory_max_pool_offsets_to_indices",
-        _low_memory_indices,
+        lambda x, *_: spatial(0, x),  # of windows, and places in them
         local=_local_offsets_to_indices,
     ),
     **rows("fractional_max_pool2d fractional_max_pool3d", _fractional_pool),
     **rows(
         "fractional_max_pool2d_backward fractional_max_pool3d_backward",
-        _fractional_pool_backward,
+        lambda grad, x, size, *rest: spatial(len(size), grad, x, rest[-1]),
         linear="0",
     ),
     **by_rank(
         "max_pool{}d_with_indices",
         (2, 3),
-        _pool_of(_Maximum, 2),
-        _local_maximum_with_places,
+        _MAXIMA,
+        lambda k, call, *args: _with_places(k, call, _local_maximum(k, call, *args)),
         **_POOL,
     ),
     **by_rank(

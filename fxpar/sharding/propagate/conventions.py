@@ -247,9 +247,6 @@ def _column_seed(
     if not state.origins[roots[v]].keys().isdisjoint(parts):
         return None
 
-    def is_split_evenly(factor: str) -> bool:
-        return is_even(rule.size[factor], engine.mesh, axes)
-
     def has_whole_heads(factor: str) -> bool:
         heads = heads_of(program, op, factor, roots)
         return axes == parts if heads is None else is_even(heads, engine.mesh, axes)
@@ -269,7 +266,7 @@ def _column_seed(
         """Return a sort key: of a fused projection the heads, or the columns of gates,
         come before the dim that is cut into its parts."""
         is_cut = len(columns) > 1 and _is_cut(program, op, column[1])
-        return is_cut, not is_split_evenly(column[1])
+        return is_cut, not is_even(rule.size[column[1]], engine.mesh, axes)
 
     for d, factor in sorted(columns, key=order):
         # Norms of heads, too, reduce over what several products read.

@@ -147,7 +147,8 @@ class Propagation:
         for op in program.ops:
             for v in dict.fromkeys(op.tensors):
                 self._touching[v].append(op.index)
-        self._large = [self._large_tensors(op) for op in program.ops]
+        sizes = [[values[v].numel for v in op.tensors] for op in program.ops]
+        self._large = [[2 * n >= max(own) for n in own] for own in sizes]
         self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
@@ -236,10 +237,6 @@ class Propagation:
             self._queued[level].discard(index)
             self._apply(self.program.ops[index], level)
 
-    def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
-        """Note an axis that some factor wanted on a dim that cannot take it."""
-        self.state.indivisible.setdefault((v, d, axis), origin)
-
     def _changed(self, v: int) -> None:
         for index in self._touching[v]:
             for level in self._levels[index]:
@@ -274,18 +271,13 @@ class Propagation:
             origin = state.origins[source][axis]
             split = (*state.dims[v][d], axis)
             if not can_split(size, self.mesh, split, even=self.program.even):
-                self._cannot_split(v, d, axis, origin)
+                state.indivisible.setdefault((v, d, axis), origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
             seed, batch, experts = origin.seed, origin.batch, origin.experts
             state.origins[v][axis] = Origin(seed, batch, experts, op, source)
             added = True
         return added
-
-    def _large_tensors(self, op: Op) -> list[bool]:
-        sizes = [self.program.values[v].numel for v in op.tensors]
-        top = max(sizes, default=0)
-        return [2 * size >= top for size in sizes]
 
     def _levels_of(self, op: Op) -> tuple[int, ...]:
         """Return the levels at which an op may do more than at a lower one."""
@@ -364,7 +356,7 @@ class Propagation:
                 undealt = axes[dealt:] if len(dim) > 1 else ()
                 for axis in () if dealt_axes.intersection(undealt) else undealt:
                     origin = self.state.origins[v][axis]
-                    self._cannot_split(v, d, axis, origin)
+                    self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
@@ -459,7 +451,7 @@ class Propagation:
         if not self._is_at_minor_end(op, dims, d, factor, v, view):
             origin = self.state.origins[op.tensors[source]][axes[0]]
             if origin.batch:
-                self._cannot_split(v, d, axes[0], origin)
+                self.state.indivisible.setdefault((v, d, axes[0]), origin)
             return False
         have, fit = view.get(factor, ()), list[str]()
         for axis in axes:
@@ -469,7 +461,7 @@ class Propagation:
                 size[factor], self.mesh, split[factor], even=self.program.even
             ) or not is_expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
-                self._cannot_split(v, d, axis, origin)
+                self.state.indivisible.setdefault((v, d, axis), origin)
                 break
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):

@@ -130,11 +130,8 @@ def solve_window(
             for k, i in enumerate(free.tolist()):
                 net.keep(k, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
         inside = [np.searchsorted(net.names[k], choice[i]) for k, i in enumerate(free)]
-        cost = _inner_cost(net, inside)
-        if fits(flat, usage_of(flat, choice)):
-            forbid_above(net, cost)
-        else:
-            forbid_above(net, math.inf)
+        fitting = fits(flat, usage_of(flat, choice))
+        forbid_above(net, _inner_cost(net, inside) if fitting else math.inf)
         reduce(net, deadline)
     except Infeasible:
         return None, True
@@ -146,9 +143,7 @@ def solve_window(
     if best is None:
         return None, proved
     out = choice.copy()
-    out[free] = net.expand(
-        {int(i): int(k) for i, k in zip(core.nodes, best, strict=True)}
-    )
+    out[free] = net.expand(core.nodes, best)
     return out, proved
 
 

@@ -124,10 +124,13 @@ class Network:
             self.adj[i][j] = cut = self.tables.rows(table, positions)
             self.adj[j][i] = self.tables.flip(cut)
 
-    def expand(self, choice: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the Problem's choice, from the position chosen for each node alive."""
+    def expand(
+        self, nodes: Iterable[int] = (), choice: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        """Return the Problem's choice, from the position chosen for each of the nodes
+        alive."""
         out = [0] * len(self.names)
-        for i, k in choice.items():
+        for i, k in zip(nodes, choice, strict=True):
             out[i] = int(self.names[i][k])
         for undo in reversed(self.trail):
             undo(out)

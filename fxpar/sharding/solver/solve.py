@@ -121,14 +121,10 @@ class Search:
         )
 
 
-def choice_by_node(flat: Flat, choice: np.ndarray) -> dict[int, int]:
-    return {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
-
-
 def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -> bool:
     if choice is None:
         return False
-    return search.offer(net.expand(choice_by_node(flat, choice)))
+    return search.offer(net.expand(flat.nodes, choice))
 
 
 def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
@@ -266,10 +262,10 @@ def _core(search: Search, net: Network, certify: float) -> None:
     flat = Flat(net)
     if not len(flat.size):
         if fits(flat, np.zeros(len(flat.room))):
-            search.offer(net.expand({}))
+            search.offer(net.expand())
             search.raise_bound(net.constant)
         elif search.choice is None:
-            search.nearest = net.expand({})
+            search.nearest = net.expand()
             search.least = (search.problem.limit or 0.0) - float(flat.room.min())
             search.bound = math.inf
         return
@@ -413,8 +409,7 @@ def pass_pruned(
     bound = max(bound, min(higher, upper))
     if better is None:
         return choice, bound
-    core_choice = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
-    return np.array(net.expand(core_choice), np.int64), bound
+    return np.array(net.expand(core.nodes, better), np.int64), bound
 
 
 def _tied_prices(
@@ -446,7 +441,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     until = work_clock.now() + 0.3 * search.seconds_left()
     excess = lagrangian.least_excess(flat, until)
     if excess.choice is not None:
-        search.nearest = net.expand(choice_by_node(flat, excess.choice))
+        search.nearest = net.expand(flat.nodes, excess.choice)
         search.offer(search.nearest)
     search.least = max(search.least, search.problem.limit + excess.bound)
     if search.choice is None and excess.bound > flat.slack:
