@@ -179,9 +179,6 @@ class Op:
     node: fx.Node = field(repr=False)
     # Whether the table has a rule; if not, ``rule`` keeps all dims whole.
     has_rule: bool = True
-    # Equal within a program for calls of one op on equal constants, dtypes, shapes and
-    # strides.
-    kind: int = -1
 
     @property
     def tensors(self) -> tuple[int, ...]:

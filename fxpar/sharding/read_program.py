@@ -9,7 +9,6 @@ input of two dims. Never: changes the graph, or guesses a length that it does no
 
 from __future__ import annotations
 
-import itertools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -73,23 +72,13 @@ class RuleReader:
     """Is a reader of rules, which calls of equal op, shapes and attributes share."""
 
     def __init__(self) -> None:
-        self._cache: dict[Any, tuple[Rule, bool, int]] = {}
-        # id of a tensor -> the tensor and its part of a key: many calls read one
-        # tensor.
-        self._facts: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._kinds = itertools.count()
+        self._cache: dict[Any, tuple[Rule, bool]] = {}
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
         """Return (rule, known). Raises RuleError naming the node if a row does not
         fit."""
-        return self.with_kind(node)[:2]
-
-    def with_kind(self, node: fx.Node) -> tuple[Rule, bool, int]:
-        """Return (rule, known, a number that is equal for calls that share the rule).
-        Raises RuleError as above."""
         if node.meta.get("fxpar_whole"):
-            has_rule = not _torch.aot.higher_order_name(node.target)
-            return _whole(node), has_rule, next(self._kinds)
+            return _whole(node), not _torch.aot.higher_order_name(node.target)
         reaches = reaches_of(node) if node.target in READ + ADDED else ()
         length = bag_length(node)
         call = self._frozen(node.args), self._frozen(node.kwargs)
@@ -108,10 +97,9 @@ class RuleReader:
         if has_rule and length is not None:
             shapes = [tuple(x.shape) for x in tensors_at(node)]
             rule = in_even_bags(rule, node.target, node.args, shapes, length)
-        answer = rule, has_rule, next(self._kinds)
         if key is not None:
-            self._cache[key] = answer
-        return answer
+            self._cache[key] = rule, has_rule
+        return rule, has_rule
 
     def _frozen(self, x: Any) -> Any:
         """Return an argument's part of a key: of tensors their shape, dtype and
@@ -119,11 +107,7 @@ class RuleReader:
         if isinstance(x, fx.Node):
             x = x.meta["val"]
         if isinstance(x, torch.Tensor):
-            facts = self._facts.get(id(x))
-            if facts is None:
-                own = ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
-                facts = self._facts[id(x)] = x, own
-            return facts[1]
+            return "T", tuple(x.shape), x.dtype, tuple(x.stride())
         if isinstance(x, (list, tuple)):
             return tuple(map(self._frozen, x))
         if isinstance(x, dict):
@@ -193,7 +177,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 fix="compute it outside of the compiled code",
             )
         shape = tuple(map(int, tensor.shape))
-        open_shape, inside = _open_shape(node, i), axes_inside(node, manual)
+        source, inside = node.meta.get(OPEN), axes_inside(node, manual)
+        open_shape = tuple(tensors_of(source.meta["val"])[i].shape) if source else ()
         values.append(Value(index, name, shape, tensor.dtype, open_shape, inside))
         uses.append([])
         value_of[node, i] = index
@@ -224,7 +209,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             tensors = tensors_of(val)
             if not tensors:
                 continue
-            rule, has_rule, kind = rules.with_kind(node)
+            rule, has_rule = rules(node)
             rule = _at_open_sizes(rule, node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
@@ -242,7 +227,6 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 results,
                 node,
                 has_rule,
-                kind,
             )
             ops.append(op)
             for position, v in enumerate(operands):
@@ -262,14 +246,6 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         value_of,
         reduce_here,
     )
-
-
-def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
-    """Return the shape of a node's i-th tensor in the graph with open sizes, if there
-    is such a graph; else ()."""
-    if OPEN not in node.meta:
-        return ()
-    return tuple(tensors_of(node.meta[OPEN].meta["val"])[i].shape)
 
 
 def with_open_sizes(program: Program) -> Program:

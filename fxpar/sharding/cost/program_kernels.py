@@ -22,7 +22,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -344,26 +343,18 @@ def _works(
     launched: Mapping[int, int],
     runs: Sequence[tuple[int, int]],
 ) -> Iterator[Work]:
-    """Yield the work of each op, one object for equal ops. An attention has its own,
-    since it looks at its mask."""
-    work_of_key: dict[Any, Work] = {}
+    """Yield the work of each op."""
     for i, op in enumerate(program.ops):
-        traffic, launches = tuple(moved.get(i, ())), launched[i]
-        is_twice = NEVER not in runs[i]
-        key = op.kind, op.rule, traffic, launches, is_twice
-        work = work_of_key.get(key)
-        if work is None:
-            work = work_of(op, program.values, traffic, launches, program.balances)
-            if is_twice:
-                kind, operations = work.light
-                work = replace(
-                    work,
-                    flops=2 * work.flops,
-                    hidden_flops=2 * work.hidden_flops,
-                    light=(kind, 2 * operations),
-                )
-            if query_position(op.target) is None:
-                work_of_key[key] = work
+        traffic = tuple(moved.get(i, ()))
+        work = work_of(op, program.values, traffic, launched[i], program.balances)
+        if NEVER not in runs[i]:  # the backward computes it again
+            kind, operations = work.light
+            work = replace(
+                work,
+                flops=2 * work.flops,
+                hidden_flops=2 * work.hidden_flops,
+                light=(kind, 2 * operations),
+            )
         yield work
 
 

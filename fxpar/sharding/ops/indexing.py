@@ -315,21 +315,13 @@ def _advanced(x: torch.Tensor, indices: Indices, free: bool = True) -> _Advanced
     )
 
 
-def _index(x: torch.Tensor, indices: Indices) -> str | None:
-    dims = _advanced(x, indices)
-    if dims is None:
-        return None
-    return text(dims.operand, *dims.indices, results=[dims.result])
-
-
-def _masked_index(
-    x: torch.Tensor, mask: torch.Tensor, indices: Indices, fill: Any
-) -> str | None:
-    advanced = _advanced(x, indices, free=False)
+def _index(x: torch.Tensor, *masks_indices: Any) -> str | None:
+    *masks, indices = masks_indices
+    advanced = _advanced(x, indices, free=not masks)
     if advanced is None:
         return None
-    where = align(mask.shape, advanced.shape, advanced.result)
-    return text(advanced.operand, where, *advanced.indices, results=[advanced.result])
+    where = [align(mask.shape, advanced.shape, advanced.result) for mask in masks]
+    return text(advanced.operand, *where, *advanced.indices, results=[advanced.result])
 
 
 def _whole(words: Sequence[str]) -> list[str]:
@@ -584,7 +576,7 @@ ROWS = {
     ),
     **rows(
         "_unsafe_masked_index",
-        _masked_index,
+        lambda x, mask, indices, _: _index(x, mask, indices),
         local=_local_masked_index,
         facts="gathers",
     ),

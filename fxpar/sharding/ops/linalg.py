@@ -18,15 +18,6 @@ import torch
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import aligned, make, rows, tensors_of
 
-Form = list[list[str]]
-
-
-def _parse(form: str) -> tuple[Form, Form]:
-    """Return the words of operands and results that follow the batch dims."""
-    sides = form.replace("...", "").split("->")
-    left, right = ([t.split() for t in side.split(",")] for side in sides)
-    return left, right
-
 
 def _rule(
     form: str,
@@ -38,7 +29,11 @@ def _rule(
     """Return the rule of one call. ``empty``: results the call leaves out, one dim of
     size 0. ``like``: result -> operand whose batch dims it has instead of the common
     ones."""
-    operand_cores, result_cores = _parse(form)
+    # The words that follow the batch dims.
+    operand_cores, result_cores = (
+        [t.split() for t in side.split(",")]
+        for side in form.replace("...", "").split("->")
+    )
     batch, batch_words = aligned(
         [
             t.shape[: t.ndim - len(c)]

@@ -79,13 +79,6 @@ def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rul
     return replace(broadcast(x), passages=passages, moves=(moves,))
 
 
-def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
-    """Return the rule of a sum over turns of a dim: each rank sums its own rows, so the
-    result is partial over the axes that split the dim."""
-    words = words_of(x)
-    return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
-
-
 def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
     """Return the rule of row ``i`` of part ``j`` of ``k`` becoming row ``i * k +
     j``."""
@@ -97,17 +90,13 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
     return moved(parts, [whole], {dim: pieces})
 
 
-def _ctc_words(targets: torch.Tensor) -> tuple[list[list[str]], str]:
-    """Return words of a CTC loss's operands, and of its batch: free where each sequence
-    has a row of targets; in targets joined end to end a sequence begins where the
-    lengths before it end."""
-    if targets.dim() == 2:
-        return [["t!", "n", "c!"], ["n", "s!"], ["n"], ["n"]], "n"
-    return [["t!", "n!", "c!"], ["s!"], ["n!"], ["n!"]], "n!"
-
-
 def _ctc(is_backward: bool, *args: Any) -> Rule:
-    operands, batch = _ctc_words(args[1 + is_backward])
+    """Return the rule of a CTC loss, or of its backward. The batch is free where each
+    sequence has a row of targets; in targets joined end to end a sequence begins where
+    the lengths before it end."""
+    is_by_row = args[1 + is_backward].dim() == 2
+    batch, targets = ("n", ["n", "s!"]) if is_by_row else ("n!", ["s!"])
+    operands = [["t!", batch, "c!"], targets, [batch], [batch]]
     if is_backward:
         return make([[batch], *operands], [operands[0]])
     return make(operands, [[batch]])
@@ -487,7 +476,8 @@ ROWS = {
     **rows("fxpar::shift", _shift, local=_local_shift, facts="replaced"),
     **rows(
         "fxpar::sum_turns",
-        _sum_turns,
+        # Each rank sums its own rows, so the result is partial over the dim's axes.
+        lambda x, dim, _: make([w := words_of(x)], [[*w[:dim], "_", *w[dim + 1 :]]]),
         linear="0",
         local=_local_sum_turns,
         facts="replaced",

@@ -216,17 +216,6 @@ def as_strided_scatter(
     return replace(rule, operands=rule.operands + rule.results, results=rule.operands)
 
 
-def add_pair(x: torch.Tensor) -> Rule:
-    """Return the rule of complex numbers as pairs of real ones."""
-    words = words_of(x)
-    return make([words], [[*words, "two!"]])
-
-
-def drop_pair(x: torch.Tensor) -> Rule:
-    words = words_of(x.shape[:-1])
-    return make([[*words, "two!"]], [words])
-
-
 # Local forms
 
 
@@ -360,10 +349,16 @@ ROWS = {
         local=_local_as_strided,
         facts="moves by_strides",
     ),
-    **rows("view_as_real view_as_real_copy", add_pair, linear="0", facts="moves"),
+    # Complex numbers are pairs of real ones.
+    **rows(
+        "view_as_real view_as_real_copy",
+        lambda x: make([w := words_of(x)], [[*w, "two!"]]),
+        linear="0",
+        facts="moves",
+    ),
     **rows(
         "view_as_complex view_as_complex_copy",
-        drop_pair,
+        lambda x: make([[*(w := words_of(x.shape[:-1])), "two!"]], [w]),
         linear="0",
         local=_local_reread,
         facts="moves",

@@ -265,7 +265,11 @@ def _column_seed(
     def order(column: tuple[int, str]) -> tuple[bool, bool]:
         """Return a sort key: of a fused projection the heads, or the columns of gates,
         come before the dim that is cut into its parts."""
-        is_cut = len(columns) > 1 and _is_cut(program, op, column[1])
+        # By an op of one operand, which cuts the dim or sums over it.
+        is_cut = len(columns) > 1 and any(
+            len(reader.operands) == 1 and _is_end_of(reader, major)
+            for reader, major, _ in _readers(program, op, column[1], set())
+        )
         return is_cut, not is_even(rule.size[column[1]], engine.mesh, axes)
 
     for d, factor in sorted(columns, key=order):
@@ -337,15 +341,6 @@ def _is_residual(
             rows += with_weight
             reductions += not with_weight
     return len(seen) >= _FAR or (rows > 1 and reductions > 0)
-
-
-def _is_cut(program: Program, op: Op, factor: str) -> bool:
-    """Return whether an op of one operand cuts the dim that ``factor`` makes of an op's
-    result, or sums over it."""
-    return any(
-        len(reader.operands) == 1 and _is_end_of(reader, major)
-        for reader, major, _ in _readers(program, op, factor, set())
-    )
 
 
 def _is_end_of(reader: Op, factor: str) -> bool:

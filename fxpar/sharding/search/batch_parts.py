@@ -30,6 +30,17 @@ STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulat
 SharedKernels = dict[frozenset[int], ProgramKernels]
 
 
+def kernels_once(
+    program: Program, gathered: Collection[int], shared: SharedKernels
+) -> ProgramKernels:
+    """Return the kernels of a program, which are added to ``shared`` if they are not
+    there."""
+    key = frozenset(gathered)
+    if key not in shared:
+        shared[key] = kernels_of(program, gathered)
+    return shared[key]
+
+
 @dataclass(frozen=True)
 class BatchCut:
     """Says which factors, dims and values of a program follow the batch."""
@@ -97,10 +108,7 @@ class PartProgram:
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
         """Return the kernels of one part."""
-        key = frozenset(gathered)
-        if key not in self.whole_kernels:
-            self.whole_kernels[key] = kernels_of(self.whole, gathered)
-        whole_kernels = self.whole_kernels[key]
+        whole_kernels = kernels_once(self.whole, gathered, self.whole_kernels)
         works = (
             self._work(op, work)
             for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)
@@ -195,7 +203,8 @@ class PartProgram:
                 entry = replace(entry, begin=0, end=end)
             elif entry.kind == "passing" and self._is_saved(entry):
                 entry = replace(entry, kind="saved")
-            out.append(entry.sized(int(entry.nbytes * self.share(entry))))
+            nbytes = int(entry.nbytes * self.share(entry))
+            out.append(replace(entry, nbytes=nbytes))
         return out
 
     def share(self, entry: Entry) -> float:

@@ -326,11 +326,8 @@ class ProblemBuilder:
         how = value.shape, value.dtype.itemsize, alone
         key = sources.tobytes(), targets.tobytes(), *how
         if key not in self.matrices:
-            from_specs, to_specs = (
-                [pool[n] for n in sources],
-                [pool[n] for n in targets],
-            )
-            self.matrices[key] = all_pairs.matrix(from_specs, to_specs, self.mesh, *how)
+            a, b = ([pool[n] for n in numbers] for numbers in (sources, targets))
+            self.matrices[key] = all_pairs.matrix(a, b, self.mesh, *how)
         return self.matrices[key][i][:, j]
 
     def same(self, a: EdgeEnd, b: EdgeEnd) -> None:

@@ -48,12 +48,6 @@ class Entry:
     nbytes: int  # bytes of the whole value
     phase: int = 0  # the phase that a copy is made for: 0 forward, 1 backward
 
-    def sized(self, nbytes: int) -> Entry:
-        """Return the entry of a value of another size."""
-        if nbytes == self.nbytes:
-            return self
-        return Entry(self.value, self.kind, self.begin, self.end, nbytes, self.phase)
-
 
 def entries(
     program: Program,

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from fxpar.errors import TooLargeError
-from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels, kernels_once
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 from fxpar.units import short_bytes, short_place, sizes_as_text
 
@@ -39,10 +39,7 @@ def whole_entries(
     """Return the entries of the whole batch. ``shared``: as
     ``PartProgram.whole_kernels``."""
     gathered = set() if keep_gathered else program.gathered_again
-    key, shared = frozenset(gathered), {} if shared is None else shared
-    if key not in shared:
-        shared[key] = kernels_of(program, gathered)
-    kernels = shared[key]
+    kernels = kernels_once(program, gathered, {} if shared is None else shared)
     return entries(program, kernels, program.backward, gathered)
 
 
@@ -58,7 +55,9 @@ def least_held(
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         cut, count = part.cut.dims, part.count
-        sizes = [x.sized(x.nbytes // count) if cut[x.value] else x for x in live]
+        sizes = [
+            replace(x, nbytes=x.nbytes // count) if cut[x.value] else x for x in live
+        ]
         floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
         live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
     whole_at_rest = {

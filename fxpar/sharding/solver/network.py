@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.problem import FORBIDDEN, Infeasible, Problem
+from fxpar.sharding.solver.problem import Infeasible, Problem, with_inf
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     tables = Tables()
     count = len(problem.costs)
     work_clock.did(_BUILD * (count + len(problem.edges)))
-    own = {id(cost): _forbid(np.array(cost, float)) for cost in problem.costs}
+    own = {id(cost): with_inf(cost) for cost in problem.costs}
     unary = [own[id(cost)] for cost in problem.costs]
     net = Network(
         unary,
@@ -156,7 +156,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
         [np.arange(len(cost)) for cost in unary],
         set(range(count)),
     )
-    shared = [_forbid(np.array(table, float)) for table in problem.tables]
+    shared = list(map(with_inf, problem.tables))
     for i, j, t in problem.edges:
         if i == j:
             unary[i] = unary[i] + np.diagonal(shared[t])
@@ -248,11 +248,6 @@ def range_sums(
     np.add.at(change, first, amount)
     np.add.at(change, last, -amount)
     return np.cumsum(change[:-1])
-
-
-def _forbid(array: np.ndarray) -> np.ndarray:
-    array[array >= FORBIDDEN] = np.inf
-    return array
 
 
 # Seconds of work: of a table's entry that a message passes, of an entry of a message,

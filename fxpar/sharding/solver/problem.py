@@ -177,7 +177,7 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
     place = {head: k for k, head in enumerate(heads)}
     to = [place[head] for head in problem.tied]
     costs = [np.zeros(len(problem.costs[head])) for head in heads]
-    shared = {id(cost): _with_inf(cost) for cost in problem.costs}
+    shared = {id(cost): with_inf(cost) for cost in problem.costs}
     for i, cost in enumerate(problem.costs):
         costs[to[i]] = costs[to[i]] + shared[id(cost)]
     counts: dict[Edge, int] = {}
@@ -191,13 +191,14 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
         key = (edge.table, count)
         if key not in table_of:
             table_of[key] = len(tables)
-            tables.append(_with_inf(problem.tables[edge.table]) * count)
+            tables.append(with_inf(problem.tables[edge.table]) * count)
         edges.append(Edge(edge.i, edge.j, table_of[key]))
     memory = tuple(m._replace(node=to[m.node]) for m in problem.memory)
     tied = Problem(tuple(costs), tuple(edges), tuple(tables), memory, problem.limit)
     return tied, to
 
 
-def _with_inf(array: np.ndarray) -> np.ndarray:
+def with_inf(array: np.ndarray) -> np.ndarray:
+    """Return costs in which all that is not allowed is inf."""
     out = np.asarray(array, float)
     return np.where(out >= FORBIDDEN, np.inf, out)
