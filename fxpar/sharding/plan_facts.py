@@ -27,7 +27,6 @@ from functools import cache
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.errors import PlanError, SpecError
@@ -209,31 +208,24 @@ def _as_written(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
 
 
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
-    """Return the plan of each op; parts that calls of one kind share are cached."""
+    """Return the plan of each op."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     as_written = cache(lambda spec: spec.joined(mesh))
-    joined_factors = cache(
-        lambda factors: tuple((name, mesh.joined(axes)) for name, axes in factors)
-    )
-    shapes_and_dtypes = cache(_shapes_and_dtypes)
 
     def node_plan(op: Op) -> NodePlan:
         strategy = decision.strategies[op.index]
+        tensors = [program.values[v] for v in op.tensors]
         reads = [edges.reads[op.index, i] for i in range(len(op.operands))]
         return NodePlan(
             op.name,
             str(op.target),
-            joined_factors(strategy.factors),
+            tuple((name, mesh.joined(axes)) for name, axes in strategy.factors),
             strategy.passes,
             tuple(map(as_written, reads)),
             tuple(as_written(edges.specs[v]) for v in op.results),
             tuple(as_written(decision.settled[v]) for v in op.results),
-            *shapes_and_dtypes(
-                tuple(
-                    (program.values[v].shape, program.values[v].dtype)
-                    for v in op.tensors
-                )
-            ),
+            tuple(x.shape for x in tensors),
+            tuple(str(x.dtype).removeprefix("torch.") for x in tensors),
             str(op.rule),
             user_line(op.node),
             modules[op.index],
@@ -241,14 +233,6 @@ def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, .
         )
 
     return tuple(map(node_plan, program.ops))
-
-
-def _shapes_and_dtypes(
-    values: Sequence[tuple[tuple[int, ...], torch.dtype]],
-) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Return the shapes, and the dtypes as text."""
-    dtypes = (str(dtype).removeprefix("torch.") for _, dtype in values)
-    return tuple(shape for shape, _ in values), tuple(dtypes)
 
 
 def _dearest(

@@ -61,19 +61,18 @@ def running_choice(x: torch.Tensor, dim: int) -> Rule:
     return replace(rule, empty="never")
 
 
-def choice(*, results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of ops called as ``(x, dim, keepdim=False)`` that give
-    one row of each column, or its place."""
-
-    def rule_of_call(
-        x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
-    ) -> Rule:
-        if dim is None or x.ndim == 0:
-            return over(results=results)(x, dim, keepdim)
-        rows = 1 if keepdim else None
-        return _top_rows(x, at(dim, x.ndim), rows, results)
-
-    return rule_of_call
+def choice(
+    results: int,
+    x: torch.Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> Rule:
+    """Return the rule of ops called as ``(x, dim, keepdim=False)`` that give one row of
+    each column, or its place, or both."""
+    if dim is None or x.ndim == 0:
+        return over(results=results)(x, dim, keepdim)
+    return _top_rows(x, at(dim, x.ndim), 1 if keepdim else None, results)
 
 
 def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
@@ -365,16 +364,18 @@ def _local_kthvalue(
     return _squeezed(call, rows, d, keepdim)
 
 
+_PLACE, _ROW = partial(choice, 1), partial(choice, 2)
+
 ROWS = {
     **rows("cumsum", scan, linear="0", local=_local_scan, rows=1),
     **rows("cumprod", scan, local=_local_scan, rows=1),
     **rows("logcumsumexp", scan, local=_local_scan),
     **rows("cummax", running_choice, local=partial(_local_running, aten.ge.Tensor)),
     **rows("cummin", running_choice, local=partial(_local_running, aten.le.Tensor)),
-    **rows("argmax", choice(), local=partial(_local_row, least), places=0),
-    **rows("argmin", choice(), local=partial(_local_row, most), places=0),
-    **rows("max.dim", choice(results=2), local=partial(_local_row, least), places=1),
-    **rows("min.dim", choice(results=2), local=partial(_local_row, most), places=1),
+    **rows("argmax", _PLACE, local=partial(_local_row, least), places=0),
+    **rows("argmin", _PLACE, local=partial(_local_row, most), places=0),
+    **rows("max.dim", _ROW, local=partial(_local_row, least), places=1),
+    **rows("min.dim", _ROW, local=partial(_local_row, most), places=1),
     **rows("topk", topk, local=_local_topk, places=1, facts="orders alone"),
     **rows("kthvalue", kthvalue, local=_local_kthvalue, places=1, facts="orders"),
     **rows("fxpar::scan_back", _scan_back, local=_local_scan_back, facts="replaced"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,19 +85,11 @@ def _blended(place: int) -> Callable[..., Sequence[str]]:
     return lambda *args: LINEAR + MONOTONE if args[place] == 0 else MONOTONE
 
 
-def _extremum(reduction: str) -> Callable[..., Rule]:
-    """Return the rule function of a maximum of two: monotone in each, and passes maxima
-    of both at once."""
-
-    def rule_of_call(x: torch.Tensor, y: torch.Tensor) -> Rule:
-        passages = (
-            Passage((0, 1), (reduction,)),
-            Passage((0,), MONOTONE),
-            Passage((1,), MONOTONE),
-        )
-        return replace(broadcast(x, y), passages=passages)
-
-    return rule_of_call
+def _extremum(reduction: str, x: torch.Tensor, y: torch.Tensor) -> Rule:
+    """Return the rule of a maximum of two: monotone in each, and passes maxima of both
+    at once."""
+    each = (Passage((i,), MONOTONE) for i in range(2))
+    return replace(broadcast(x, y), passages=(Passage((0, 1), (reduction,)), *each))
 
 
 # Nothing passes through these while partial. Others of the kind have a tag, by which
@@ -167,8 +160,8 @@ ROWS = {
     **rows("exp sigmoid prims::exp", broadcast, monotone="0", work="exp"),
     **rows("tanh prims::tanh", broadcast, monotone="0", work="tanh"),
     **rows("frexp.Tensor prims::frexp", broadcast_two),
-    **rows("maximum prims::maximum", _extremum("max")),
-    **rows("minimum prims::minimum", _extremum("min")),
+    **rows("maximum prims::maximum", partial(_extremum, "max")),
+    **rows("minimum prims::minimum", partial(_extremum, "min")),
     **rows(
         "add.Tensor sub.Tensor rsub.Tensor addcdiv lerp.Scalar lerp.Tensor complex "
         "prims::add prims::sub",

@@ -103,30 +103,31 @@ def _slid(pool: _Pool, k: int) -> list[SlidingWindow]:
     return windows(pool.kernel, pool.stride, pool.padding, dilation, k)
 
 
-def _pool_of(
-    kind: Callable[..., _Pool], results: int = 1, reads: int = 0
-) -> Callable[..., Rule]:
-    """Return the rule function of pools with ``results`` results; of their backwards,
-    which read ``reads`` tensors that have windows, and the pooled one as the second
-    operand."""
-
-    def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
-        x, *settings = args[1:] if reads else args
-        if reads == 2:  # maxima have places
-            *settings, _ = settings
-        pool, many = kind(*settings, **kwargs), x.shape[-k:]
-        slid = _slid(pool, k)
-        few = args[0].shape[-k:]
-        if not reads:
-            pairs = zip(slid, many, strict=True)
-            few = [window.count(int(n), pool.ceil) for window, n in pairs]
-        spatial = spatial_dims(slid, many, few, pool.may_be_halo)
-        words = [*names(x.dim() - k), *spatial.words]
-        rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
-        position = reads + 1 if reads else 0  # of the tensor that has rows
-        return replace(rule, windows=spatial.windows(position, x.dim() - k))
-
-    return rule
+def _pool(
+    kind: Callable[..., _Pool],
+    results: int,
+    reads: int,
+    k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Rule:
+    """Return the rule of pools of ``k`` dims with ``results`` results; of their
+    backwards, which read ``reads`` tensors that have windows, and the pooled one as the
+    second operand."""
+    x, *settings = args[1:] if reads else args
+    if reads == 2:  # maxima have places
+        *settings, _ = settings
+    pool, many = kind(*settings, **kwargs), x.shape[-k:]
+    slid = _slid(pool, k)
+    few = args[0].shape[-k:]
+    if not reads:
+        pairs = zip(slid, many, strict=True)
+        few = [window.count(int(n), pool.ceil) for window, n in pairs]
+    spatial = spatial_dims(slid, many, few, pool.may_be_halo)
+    words = [*names(x.dim() - k), *spatial.words]
+    rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
+    position = reads + 1 if reads else 0  # of the tensor that has rows
+    return replace(rule, windows=spatial.windows(position, x.dim() - k))
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
@@ -509,7 +510,7 @@ def _local_adaptive_maximum_backward(
 
 
 # The rule function of maxima with their places.
-_MAXIMA = _pool_of(_Maximum, 2)
+_MAXIMA = partial(_pool, _Maximum, 2, 0)
 
 # Kind of work, and position of the argument with the window's size.
 _POOL: dict[str, Any] = {"work": "pool", "window": 1}
@@ -545,7 +546,7 @@ ROWS = {
     **by_rank(
         "max_pool{}d_with_indices_backward",
         (2, 3),
-        _pool_of(_Maximum, reads=2),
+        partial(_pool, _Maximum, 1, 2),
         _local_maximum_backward,
         linear="0",
         **_POOL_BACKWARD,
@@ -553,7 +554,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d",
         (2, 3),
-        _pool_of(_Average),
+        partial(_pool, _Average, 1, 0),
         _local_average,
         linear="0",
         **_POOL,
@@ -561,7 +562,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d_backward",
         (2, 3),
-        _pool_of(_Average, reads=1),
+        partial(_pool, _Average, 1, 1),
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,

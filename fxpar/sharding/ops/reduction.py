@@ -94,27 +94,21 @@ def truth(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
     return _reduced(x, dims, keepdim, whole=False, passes=passes)
 
 
-def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
-    """Return the rule function of a mean. With unequal shards the values that ranks
-    average are up to the number of ranks times the mean, which may overflow float16."""
-
-    def rule_of_call(x: torch.Tensor, *args: Any, **how: Any) -> Rule:
-        mean = rule(x, *args, **how)
-        if (how.get("dtype") or x.dtype) != torch.float16:
-            return mean
-        return replace(mean, evenly=mean.contracted)
-
-    return rule_of_call
+def averaged(
+    rule: Callable[..., Rule], x: torch.Tensor, *args: Any, **how: Any
+) -> Rule:
+    """Return the rule of a mean. With unequal shards the values that ranks average are
+    up to the number of ranks times the mean, which may overflow float16."""
+    mean = rule(x, *args, **how)
+    if (how.get("dtype") or x.dtype) != torch.float16:
+        return mean
+    return replace(mean, evenly=mean.contracted)
 
 
-def along(*, results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of ops called as ``(x, dim, ...)`` that keep the shape
-    and need ``dim`` whole."""
-
-    def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
-        return keeping(x, {at(dim, x.ndim)}, results)
-
-    return rule_of_call
+def along(x: torch.Tensor, dim: int = -1, *_: Any, results: int = 1, **__: Any) -> Rule:
+    """Return the rule of ops called as ``(x, dim, ...)`` that keep the shape and need
+    ``dim`` whole."""
+    return keeping(x, {at(dim, x.ndim)}, results)
 
 
 def layer_norm(x: torch.Tensor, shape: Sequence[int], *rest: Any) -> Rule:
@@ -259,14 +253,14 @@ ROWS = {
     **rows("sum.dim_IntList", over(**ADDED), **SUM, along=1, facts="by_row"),
     **rows(
         "mean",
-        averaged(over_all(**ADDED)),
+        partial(averaged, over_all(**ADDED)),
         **MEAN,
         local=_local_mean,
         facts="by_row of_all",
     ),
     **rows(
         "mean.dim",
-        averaged(over(**ADDED)),
+        partial(averaged, over(**ADDED)),
         **MEAN,
         local=_local_mean,
         along=1,
@@ -300,10 +294,15 @@ ROWS = {
     **rows("mode", over(-1, results=2), facts="orders"),
     **rows("linalg__powsum", over(dim=2, keep=3, **ADDED)),
     # Inductor decomposes these; graphs that are traced without its table have them.
-    **rows("_softmax", along(), rows=1, work="exp", along=1, facts="by_row"),
-    **rows("_log_softmax", along(), rows=1, work="exp", along=1),
+    **rows("_softmax", along, rows=1, work="exp", along=1, facts="by_row"),
+    **rows("_log_softmax", along, rows=1, work="exp", along=1),
     **rows("native_layer_norm", layer_norm, empty="fill"),
-    **rows("sort sort.stable", along(results=2), places=1, facts="orders alone"),
+    **rows(
+        "sort sort.stable",
+        partial(along, results=2),
+        places=1,
+        facts="orders alone",
+    ),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
     **rows(f"torch_nn::{LINEAR_LOSS}", linear_cross_entropy),

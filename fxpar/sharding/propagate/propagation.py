@@ -123,8 +123,7 @@ class State:
         return spec_of(tuple(self.dims[value]))
 
 
-LEVELS = 5
-PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
+PASS, KEPT, ALL, RESOLVE, TURN = range(5)
 
 
 class Propagation:
@@ -141,15 +140,15 @@ class Propagation:
             [{} for _ in values],
             [True] * len(values),
         )
-        self._heaps: list[list[int]] = [[] for _ in range(LEVELS)]
-        self._queued: list[set[int]] = [set() for _ in range(LEVELS)]
+        # (level, op) to look at, as a heap and as a set.
+        self._heap: list[tuple[int, int]] = []
+        self._queued: set[tuple[int, int]] = set()
         self._touching: list[list[int]] = [[] for _ in values]
         for op in program.ops:
             for v in dict.fromkeys(op.tensors):
                 self._touching[v].append(op.index)
         sizes = [[values[v].numel for v in op.tensors] for op in program.ops]
         self._large = [[2 * n >= max(own) for n in own] for own in sizes]
-        self._keeps = [not op.rule.contracted for op in program.ops]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
         # By value and dim, axes that wait for their turn, and whether it is closed.
@@ -229,20 +228,17 @@ class Propagation:
 
     def run(self) -> None:
         """Work off the queues, lowest level first."""
-        while True:
-            level = next((i for i in range(LEVELS) if self._heaps[i]), None)
-            if level is None:
-                return
-            index = heapq.heappop(self._heaps[level])
-            self._queued[level].discard(index)
+        while self._heap:
+            level, index = place = heapq.heappop(self._heap)
+            self._queued.discard(place)
             self._apply(self.program.ops[index], level)
 
     def _changed(self, v: int) -> None:
         for index in self._touching[v]:
             for level in self._levels[index]:
-                if index not in self._queued[level]:
-                    self._queued[level].add(index)
-                    heapq.heappush(self._heaps[level], index)
+                if (level, index) not in self._queued:
+                    self._queued.add((level, index))
+                    heapq.heappush(self._heap, (level, index))
         for other in self._ties.get(v, ()):
             self._bring_over(v, other)
 
@@ -281,9 +277,8 @@ class Propagation:
 
     def _levels_of(self, op: Op) -> tuple[int, ...]:
         """Return the levels at which an op may do more than at a lower one."""
-        keeps = self._keeps[op.index]
         turns = op_facts_of(op.target).orders and op.operands
-        open_levels = (PASS, RESOLVE) if keeps else (KEPT, ALL, RESOLVE)
+        open_levels = (KEPT, ALL, RESOLVE) if op.rule.contracted else (PASS, RESOLVE)
         return (*open_levels, TURN) if turns else open_levels
 
     def _apply(self, op: Op, level: int) -> None:
@@ -364,7 +359,7 @@ class Propagation:
         """Return, per factor, the axes its tensors agree on and the tensor they come
         from."""
         rule, out = op.rule, {}
-        restrict = level < RESOLVE and self._keeps[op.index]
+        restrict = level < RESOLVE and not rule.contracted
         for factor in rule.free:
             if level < ALL and factor in rule.contracted:
                 continue

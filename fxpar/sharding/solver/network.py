@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.problem import Infeasible, Problem, with_inf
+from fxpar.sharding.solver.problem import Infeasible, Problem, range_sums, with_inf
 
 T = TypeVar("T")
 
@@ -238,16 +238,6 @@ def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         ends, starts, "right"
     )
     return starts[count > 0]
-
-
-def range_sums(
-    first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
-) -> np.ndarray:
-    """Return (count,) sums of amounts over their half-open ranges of rows."""
-    change = np.zeros(count + 1)
-    np.add.at(change, first, amount)
-    np.add.at(change, last, -amount)
-    return np.cumsum(change[:-1])
 
 
 # Seconds of work: of a table's entry that a message passes, of an entry of a message,

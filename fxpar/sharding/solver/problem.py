@@ -141,15 +141,22 @@ def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
         return 0.0, 0
     usage = np.array([m.usage[choice[m.node]] for m in entries], float)
     times = np.unique([m.begin for m in entries])
-    change = np.zeros(len(times) + 1)
-    np.add.at(change, np.searchsorted(times, [m.begin for m in entries]), usage)
-    np.add.at(change, np.searchsorted(times, [m.end for m in entries]), -usage)
-    totals = np.cumsum(change[:-1])
-    where = int(np.argmax(totals))
-    time = int(times[where])
+    first = np.searchsorted(times, [m.begin for m in entries])
+    last = np.searchsorted(times, [m.end for m in entries])
+    time = int(times[np.argmax(range_sums(first, last, usage, len(times)))])
     # Summed afresh: a running sum of floats drifts.
     now = [u for m, u in zip(entries, usage, strict=True) if m.begin <= time < m.end]
     return math.fsum(now), time
+
+
+def range_sums(
+    first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
+) -> np.ndarray:
+    """Return (count,) sums of amounts over their half-open ranges of rows."""
+    change = np.zeros(count + 1)
+    np.add.at(change, first, amount)
+    np.add.at(change, last, -amount)
+    return np.cumsum(change[:-1])
 
 
 def largest_at(

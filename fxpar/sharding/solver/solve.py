@@ -127,15 +127,6 @@ def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -
     return search.offer(net.expand(flat.nodes, choice))
 
 
-def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
-    """Return the best choice in the Flat, or None if it is not there or not known."""
-    if search.choice is None:
-        return None
-    choice = project(net, flat, search.choice)
-    allowed = math.isfinite(cost_of(flat, choice))
-    return choice if allowed and fits(flat, usage_of(flat, choice)) else None
-
-
 def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
     """Return a choice of the Problem in the Flat; strategies that were removed become
     the first one left."""
@@ -450,8 +441,10 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
 
 def _improve(search: Search, net: Network, flat: Flat, unary: np.ndarray) -> None:
     """Search large neighbourhoods from the best choice; ``unary``: with prices."""
-    choice = inside(search, net, flat)
-    if choice is None:
+    assert search.choice is not None
+    choice = project(net, flat, search.choice)
+    allowed = math.isfinite(cost_of(flat, choice))
+    if not (allowed and fits(flat, usage_of(flat, choice))):  # not in the Flat
         return
     state = message_passing.start(flat)
     until = work_clock.now() + 0.1 * search.seconds_left()
