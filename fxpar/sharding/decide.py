@@ -240,7 +240,12 @@ def decide_on(
         if wide and options.by_hand:
             by_hand = _by_hand(program, mesh, hints, options.hardware)
             result = begun_from(result, options, [each.strategies for each in by_hand])
-        notes = [str(result), *_gap_warning(result, options)]
+        notes = [str(result)]
+        if not options.equal_layers and result.solution.gap > _POOR:
+            notes.append(
+                f"the plan may be {result.solution.gap:.0%} from the best after "
+                f"{options.seconds:.0f} s of search: increase search_seconds"
+            )
         notes += [STOPPED] if result.solution.stopped else []
         decision = _found(program, result, seeds, notes)
         if options.ranked:
@@ -327,18 +332,6 @@ def _found(
         (*notes, *_edge_notes(program, edges, result.mesh)),
         result,
     )
-
-
-def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
-    """Return a warning where a longer search is worth while."""
-    if options.equal_layers or result.solution.gap <= _POOR:
-        return []
-    return [
-        (
-            f"the plan may be {result.solution.gap:.0%} from the best after "
-            f"{options.seconds:.0f} s of search: increase search_seconds"
-        )
-    ]
 
 
 def _given_seeds(

@@ -34,8 +34,13 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.propagate.conventions import EXPERTS
-from fxpar.sharding.reshard.route import connect
-from fxpar.sharding.rest_over_stages import Splits, is_cast, split_op, with_splits
+from fxpar.sharding.rest_over_stages import (
+    Splits,
+    is_cast,
+    reconnected,
+    split_op,
+    with_splits,
+)
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
@@ -146,17 +151,8 @@ def over_manual_axes(
             _require_split(op, split)
             gradients.update(op.results)
     program = replace(program, signature=signature)
-    edges = connect(program, strategies, settled, mesh, manual=axes, averaged=averaged)
-    return replace(
-        decision,
-        program=program,
-        mesh=mesh,
-        strategies=tuple(strategies),
-        settled=tuple(settled),
-        edges=edges,
-        manual=axes,
-        averaged=frozenset(averaged),
-    )
+    decision = replace(decision, manual=axes, averaged=frozenset(averaged))
+    return reconnected(decision, program, mesh, strategies, settled)
 
 
 def _split_by_expert(

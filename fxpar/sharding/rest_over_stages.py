@@ -18,6 +18,7 @@ from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, with_stages
@@ -88,12 +89,25 @@ def over_stages(
         return replace(end, at_rest=with_splits(spec, splits))
 
     program = replace(program, signature=signature.with_layouts(stored))
+    return reconnected(decision, program, mesh, strategies, settled, (axis,))
+
+
+def reconnected(
+    decision: Decision,
+    program: Program,
+    mesh: Mesh,
+    strategies: Sequence[Strategy],
+    settled: Sequence[Spec],
+    unequal_axes: Axes = (),
+) -> Decision:
+    """Return the decision on a mesh of more axes, with new strategies and specs.
+    ``unequal_axes``: as for ``connect``."""
     edges = connect(
         program,
         strategies,
         settled,
         mesh,
-        unequal_axes=(axis,),
+        unequal_axes=unequal_axes,
         manual=decision.manual,
         averaged=decision.averaged,
     )

@@ -31,7 +31,6 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.fused_kernels import Buffer, KernelReader, Launch, TensorView
 from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
-    Shapes,
     dims_of,
     dims_of_factors,
     family_of,
@@ -205,23 +204,19 @@ def _dims(op: Op, work: Work, shards: Mapping[str, float]) -> ProductDims:
     """Return the dims of the product that ``flops_of_op`` counts, on one rank."""
     rule = op.rule
     if has_formula(op.target):
-        return dims_of(op.node, _local_shapes(op, work, shards))
+        shapes = [  # of each tensor on one rank
+            [
+                n / math.prod(shards.get(f, 1) for f in dim)
+                for n, dim in zip(shape, dims, strict=True)
+            ]
+            for shape, dims in zip(work.shapes, rule.tensors, strict=True)
+        ]
+        return dims_of(op.node, shapes)
     if len(rule.operands) != 2 or len(rule.results) != 1:
         return NO_DIMS
     left, right, result = ({f for dim in t for f in dim} for t in rule.tensors)
     size = {f: n / shards.get(f, 1) for f, n in rule.size.items()}
     return dims_of_factors(left, right, result, size)
-
-
-def _local_shapes(op: Op, work: Work, shards: Mapping[str, float]) -> Shapes:
-    """Return the shape of each tensor on one rank."""
-    return [
-        [
-            n / math.prod(shards.get(f, 1) for f in dim)
-            for n, dim in zip(shape, dims, strict=True)
-        ]
-        for shape, dims in zip(work.shapes, op.rule.tensors, strict=True)
-    ]
 
 
 def flops_of_op(op: Op) -> float:

@@ -119,6 +119,12 @@ class State:
         whole = self.whole.get(value, ())
         return axis not in self.origins[value] and axis not in whole
 
+    def append(self, value: int, d: int, axes: Axes, origin: Origin) -> None:
+        """Append axes to a dim as far as the value can take them."""
+        for axis in itertools.takewhile(lambda x: self.can_take(value, x), axes):
+            self.dims[value][d] = (*self.dims[value][d], axis)
+            self.origins[value][axis] = origin
+
     def spec(self, value: int) -> Spec:
         return spec_of(tuple(self.dims[value]))
 
@@ -189,11 +195,7 @@ class Propagation:
             if state.dims[v][d] or state.closed[v][d]:
                 continue
             origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
-            for axis in axes:
-                if not state.can_take(v, axis):
-                    break
-                state.dims[v][d] = (*state.dims[v][d], axis)
-                state.origins[v][axis] = origin
+            state.append(v, d, axes, origin)
             state.closed[v][d] = seed.closed[d]
             if seed.turns[d] > min(seed.turns):
                 # Until its turn no other dim gets these axes, and the dim no others.
@@ -217,11 +219,7 @@ class Propagation:
             for d, axes in enumerate(spec.dims):
                 have = self.state.dims[v][d]
                 extra = axes[len(have) :] if axes[: len(have)] == have else ()
-                for axis in extra:
-                    if not self.state.can_take(v, axis):
-                        break
-                    self.state.dims[v][d] = (*self.state.dims[v][d], axis)
-                    self.state.origins[v][axis] = Origin(origin)
+                self.state.append(v, d, extra, Origin(origin))
             self._changed(v)
         self.run()
         self.state.active = active

@@ -59,10 +59,15 @@ def entries(
     """Return entries in order of inputs, then of ops. ``gathered_twice``: values that
     forward and backward gather each for itself. Small values that live within one phase
     are left out."""
-    spans = _read_spans(program, kernels, backward)
+    spans, end = _read_spans(program, kernels, backward), len(program.ops) + 1
     return [
         *_inputs(program, spans, gathered_twice),
-        *_gradients(program, kernels),
+        *(
+            Entry(v, "gradient", begin, end, program.values[v].nbytes)
+            for result, v in program.tensor_outputs
+            for begin in [kernels.written_at(kernels.base[v])]
+            if result.kind == "gradient"
+        ),
         *_results(program, kernels, backward, spans, gathered_twice),
     ]
 
@@ -114,15 +119,6 @@ def _inputs(
         for phase, (first, last) in enumerate(times):
             if last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, phase))
-    return out
-
-
-def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
-    out, end = [], len(program.ops) + 1
-    for result, v in program.tensor_outputs:
-        if result.kind == "gradient":
-            begin = kernels.written_at(kernels.base[v])
-            out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out
 
 

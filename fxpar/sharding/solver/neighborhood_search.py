@@ -166,12 +166,12 @@ def _settle(
 def _inner_cost(net: Network, choice: Sequence) -> float:
     """Return the cost of a choice in a Network of which nothing is eliminated."""
     total = sum(float(net.unary[i][k]) for i, k in enumerate(choice))
-    edges = [
-        (i, j, table)
+    return total + sum(
+        float(table[choice[i], choice[j]])
         for i, neighbors in enumerate(net.adj)
         for j, table in neighbors.items()
-    ]
-    return total + sum(float(t[choice[i], choice[j]]) for i, j, t in edges if i < j)
+        if i < j
+    )
 
 
 def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
