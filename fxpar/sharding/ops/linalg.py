@@ -11,6 +11,7 @@ Never: splits the dims of one matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,16 +86,12 @@ def solve_ex(
     return _rule(form, [a, b], like={1: 0, 2: 0, 3: 0})
 
 
-def by_side(form: str) -> Callable[..., Rule]:
-    """Return the rule function of a form in which ``B`` is a right-hand side, of calls
+def by_side(form: str, *args: Any, left: bool = True, **_: Any) -> Rule:
+    """Return the rule of a form in which ``B`` is a right-hand side, of calls
     ``(tensors..., left, ...)``, also by name."""
-
-    def rule_of_call(*args: Any, left: bool = True, **_: Any) -> Rule:
-        tensors = tensors_of(args)
-        left = args[len(tensors)] if len(args) > len(tensors) else left
-        return _rule(form.replace("B", _columns(left)), tensors)
-
-    return rule_of_call
+    tensors = tensors_of(args)
+    left = args[len(tensors)] if len(args) > len(tensors) else left
+    return _rule(form.replace("B", _columns(left)), tensors)
 
 
 MATRIX = batched("... _ _ -> ... _ _")
@@ -131,7 +128,7 @@ ROWS = {
     ),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
-    **rows("ormqr", by_side("... _ _, ... _, B -> B"), linear="2"),
+    **rows("ormqr", partial(by_side, "... _ _, ... _, B -> B"), linear="2"),
     **rows(
         "linalg_lu",
         batched(
@@ -151,9 +148,9 @@ ROWS = {
     **rows("_linalg_det", batched("... _ _ -> ..., ... _ _, ... _")),
     **rows("_linalg_slogdet", batched("... _ _ -> ..., ..., ... _ _, ... _")),
     **rows("_linalg_solve_ex", solve_ex),
-    **rows("linalg_solve_triangular", by_side("... _ _, B -> B"), linear="1"),
+    **rows("linalg_solve_triangular", partial(by_side, "... _ _, B -> B"), linear="1"),
     **rows("triangular_solve", batched("... _ k, ... _ _ -> ... _ k, ... _ _")),
-    **rows("linalg_lu_solve", by_side("... _ _, ... _, B -> B"), linear="2"),
+    **rows("linalg_lu_solve", partial(by_side, "... _ _, ... _, B -> B"), linear="2"),
     **rows(
         "linalg_ldl_solve", batched("... _ _, ... _, ... _ k -> ... _ k"), linear="2"
     ),

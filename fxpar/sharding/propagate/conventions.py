@@ -14,7 +14,7 @@ and norms reduce over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxpar.sharding.factors import Axes
@@ -49,17 +49,18 @@ def batch_axes(mesh: Mesh) -> Axes:
 def expert_axes(mesh: Mesh) -> Axes:
     """Return the axes that split experts; they split the batch as well, like
     ``batch_axes``."""
-    experts = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
-    return tuple(axis for axis in experts if mesh.sizes[axis] > 1)
+    return _named(mesh, EXPERTS)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
     """Return the axes that split sequences unless a hint uses them otherwise."""
-    return tuple(
-        axis
-        for axis, size in mesh.axes
-        if axis_of(axis).lower() in SEQUENCE and size > 1
-    )
+    return _named(mesh, SEQUENCE)
+
+
+def _named(mesh: Mesh, names: Collection[str]) -> Axes:
+    """Return the axes of several ranks that have one of the names."""
+    axes = (axis for axis, size in mesh.axes if size > 1)
+    return tuple(axis for axis in axes if axis_of(axis).lower() in names)
 
 
 def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:

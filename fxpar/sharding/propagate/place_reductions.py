@@ -189,25 +189,17 @@ def _passable(
 
     Operands outside it must not be split by the axis: they would have to be gathered.
     """
-    for p, passage in enumerate(op.rule.passages):
-        if reduction not in passage.reductions or not passage.operands:
-            continue
-        if axis in op.rule.pin:
-            continue
-        if not all(
-            op.operands[i] in region.member or op.operands[i] in region.zeros
-            for i in passage.operands
+    passages = enumerate(() if axis in op.rule.pin else op.rule.passages)
+    for p, passage in passages:
+        group = [op.operands[i] for i in passage.operands]
+        others = (i for i in range(len(op.operands)) if i not in passage.operands)
+        if (
+            reduction in passage.reductions
+            and all(v in region.member or v in region.zeros for v in group)
+            and not region.member.isdisjoint(group)
+            and not any(axis in operand_spec(op.rule, strategy, i).axes for i in others)
+            and _is_possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh)
         ):
-            continue
-        if not any(op.operands[i] in region.member for i in passage.operands):
-            continue
-        if any(
-            axis in operand_spec(op.rule, strategy, i).axes
-            for i in range(len(op.operands))
-            if i not in passage.operands
-        ):
-            continue
-        if _is_possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh):
             return p
     return None
 

@@ -268,9 +268,7 @@ def _core(search: Search, net: Network, certify: float) -> None:
     if len(flat.room):
         until = work_clock.now() + min(certify, 0.5 * search.seconds_left())
         priced = lagrangian.raise_prices(flat, until, target=search.cost)
-        _take(search, net, flat, priced)
-        unary = lagrangian.priced_unary(flat, priced.prices)
-        search.note("prices")
+        unary = _take(search, net, flat, priced)
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
         search.note("least excess")
@@ -288,11 +286,16 @@ def _core(search: Search, net: Network, certify: float) -> None:
         search.note("windows")
 
 
-def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -> None:
-    """Take the bound and choice that prices have brought."""
+def _take(
+    search: Search, net: Network, flat: Flat, priced: lagrangian.Priced
+) -> np.ndarray:
+    """Take the bound and choice that prices have brought; return costs with them."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
+    unary = lagrangian.priced_unary(flat, priced.prices)
+    search.note("prices")
+    return unary
 
 
 def _is_repetitive(problem: Problem) -> bool:
@@ -349,9 +352,7 @@ def _layered(search: Search, net: Network) -> None:
             patience=10,
             tolerance=max(1e-6, search.tolerance),
         )
-        _take(search, net, flat, priced)
-        unary = lagrangian.priced_unary(flat, priced.prices)
-        search.note("prices")
+        unary = _take(search, net, flat, priced)
     else:
         until = work_clock.now() + 0.95 * search.seconds_left()
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
