@@ -19,9 +19,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
-from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.near_rows import ADDED, READ, reaches_of, with_windows
+from fxpar.sharding.near_rows import ADDED, READ, computed, reaches_of, with_windows
 from fxpar.sharding.op_table import evaluate, make, tensors_of
 from fxpar.sharding.ops import row_of
 from fxpar.sharding.ops.embedding import BAGS, in_even_bags

@@ -76,24 +76,20 @@ def choice(
 
 
 def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
-    if x.ndim == 0:
-        return make([[]], [[], []])
-    dim = at(dim, x.ndim)
-    return _with_candidates(_top_rows(x, dim, k, 2), dim, k)
+    return _of_candidates(x, k, dim, k)
 
 
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    """Return the rule; the candidates of a shard are its ``k`` smallest rows."""
+    return _of_candidates(x, k, dim, 1 if keepdim else None)
+
+
+def _of_candidates(x: torch.Tensor, k: int, dim: int, count: int | None) -> Rule:
+    """Return the rule of ``count`` rows of a dim, as for ``_top_rows``, with ``k``
+    candidates of each shard: ranks have at least as many rows, or equal shards."""
     if x.ndim == 0:
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
-    rule = _top_rows(x, dim, 1 if keepdim else None, 2, candidates=k)
-    return _with_candidates(rule, dim, k)
-
-
-def _with_candidates(rule: Rule, dim: int, k: int) -> Rule:
-    """Return the rule with at least ``k`` rows on each rank, or equal shards, as ranks
-    gather equally many candidates of each shard."""
+    rule = _top_rows(x, dim, count, 2, candidates=k)
     return replace(rule, least=tuple((f, k) for f in rule.operands[0][dim]))
 
 

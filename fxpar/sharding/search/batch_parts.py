@@ -16,7 +16,7 @@ from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.program import Input, Op, Program, Value, is_contraction, phase_of
+from fxpar.sharding.program import Op, Program, Value, is_contraction, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # The least bytes of an element that is accumulated over parts.
@@ -138,14 +138,11 @@ class PartProgram:
     def op_share(self, index: int) -> float:
         """Return how many times an op's seconds are paid: the parts priced, or the
         share of them for an op that runs once for all parts."""
-        return self._share(bool(self.cut.factors[index]))
+        return self.paid / (1 if self.cut.factors[index] else self.count)
 
     def value_share(self, value: int) -> float:
         """Return how many times the seconds of resharding a value are paid."""
-        return self._share(bool(self.cut.dims[value]))
-
-    def _share(self, with_each: bool) -> float:
-        return float(self.paid) if with_each else self.paid / self.count
+        return self.paid / (1 if self.cut.dims[value] else self.count)
 
     @property
     def is_step(self) -> bool:
@@ -171,20 +168,15 @@ class PartProgram:
                 value = program.values[v]
                 wide = value.nbytes * max(1, WIDE // value.dtype.itemsize)
                 in_product = wide == value.nbytes and is_contraction(op)
-                if v in sums and not in_product and not self._is_passed_on(v):
+                # Readers that all make such sums from it are added up in its place.
+                readers = {self.whole.ops[i].results for i, _ in self.whole.uses[v]}
+                passed_on = readers and not any(map(sums.isdisjoint, readers))
+                if v in sums and not in_product and not passed_on:
                     nbytes = (value.nbytes + 2 * wide) * (1 - 1 / self.count)
                     moved.append((position, nbytes))
             if moved:
                 out[op.index] = tuple(moved)
         return out
-
-    def _is_passed_on(self, v: int) -> bool:
-        """Return whether all readers of a sum over parts make such sums from it: theirs
-        are added up in its place."""
-        readers = {i for i, _ in self.whole.uses[v]}
-        sums = self.cut.sums
-        passes = [not sums.isdisjoint(self.whole.ops[i].results) for i in readers]
-        return bool(passes) and all(passes)
 
     def held(self, live: Sequence[Entry]) -> list[Entry]:
         """Return the entries that occupy a place's memory, given entries of
@@ -242,14 +234,10 @@ class PartProgram:
         signature, out = self.whole.signature, dict[int, str]()
         for result, v in self.whole.tensor_outputs:
             if result.kind == "gradient" and result.of is not None:
-                out[v] = self._along_at_rest(signature.inputs[result.of])
-        for declared, v in self.whole.tensor_inputs:
-            out[v] = self._along_at_rest(declared)
-        return out
-
-    def _along_at_rest(self, declared: Input) -> str:
-        along = declared.along_stages
-        return self.free_along_stages if along == "own" else along
+                out[v] = signature.inputs[result.of].along_stages
+        out |= {v: declared.along_stages for declared, v in self.whole.tensor_inputs}
+        free = self.free_along_stages
+        return {v: free if along == "own" else along for v, along in out.items()}
 
     def _is_saved(self, entry: Entry) -> bool:
         """Return whether a value of a training step's forward is read by its

@@ -559,7 +559,7 @@ def price_stages(
     once = [
         seconds + exchange + update / speed
         for seconds, exchange, speed in zip(
-            _at_places(_by_stage(cost.once, cuts), places),
+            np.bincount(places, _by_stage(cost.once, cuts)).tolist(),
             exchanges,
             pipeline.speeds(range(pipeline.places)),
             strict=True,
@@ -666,13 +666,6 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
 def _by_stage(values: Sequence[float], cuts: Sequence[int]) -> list[float]:
     ends = [0, *cuts, len(values)]
     return [sum(values[a:b]) for a, b in itertools.pairwise(ends)]
-
-
-def _at_places(values: Sequence[float], places: Sequence[int]) -> list[float]:
-    out = [0.0] * (max(places) + 1)
-    for value, place in zip(values, places, strict=True):
-        out[place] += value
-    return out
 
 
 def _in_flight(row: Sequence[Action]) -> float:

@@ -60,11 +60,7 @@ def least_held(
         ]
         floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
         live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
-    whole_at_rest = {
-        v
-        for declared, v in program.tensor_inputs
-        if declared.at_rest is not None and declared.at_rest.is_whole
-    }
+    whole_at_rest = _whole_at_rest(program)
     changes = np.zeros(len(program.ops) + 3)
     held = []
     for entry in live:
@@ -168,13 +164,15 @@ def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[st
         yield f"{fix}: {bound} {short_bytes(gain)} less".replace(":  ", ": ")
 
 
+def _whole_at_rest(program: Program) -> set[int]:
+    inputs = program.tensor_inputs
+    return {v for x, v in inputs if x.at_rest is not None and x.at_rest.is_whole}
+
+
 def _whole_parameters(program: Program) -> set[int]:
     """Return the parameters that every rank holds whole, and their gradients."""
-    out = set[int]()
-    for declared, v in program.tensor_inputs:
-        is_whole = declared.at_rest is not None and declared.at_rest.is_whole
-        if declared.kind == "parameter" and is_whole:
-            out.add(v)
+    out = _whole_at_rest(program)
+    out &= {v for x, v in program.tensor_inputs if x.kind == "parameter"}
     for result, v in program.tensor_outputs:
         of = program.inputs[result.of] if result.of is not None else None
         if result.kind == "gradient" and of in out:

@@ -36,7 +36,6 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple, tuple[object, Any]] = {}
-        self._dead: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def once(self, key: tuple, sources: object, make: Callable[[], T]) -> T:
         """Return the object made for a key; ``sources`` are kept alive, since keys hold
@@ -68,11 +67,8 @@ class Tables:
     def dead(self, a: np.ndarray) -> np.ndarray | None:
         """Return (rows,) whether every entry of a row is forbidden; None if of no
         row."""
-        entry = self._dead.get(id(a))
-        if entry is None:
-            rows = np.isinf(a).all(1)
-            entry = self._dead[id(a)] = (a, rows if rows.any() else None)
-        return entry[1]
+        rows = self.once(("dead", id(a)), a, lambda: np.isinf(a).all(1))
+        return rows if rows.any() else None
 
 
 @dataclass
