@@ -29,7 +29,6 @@ from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import (
     choose,
     fed_as_read,
-    lie_as_read,
     make_as_read,
 )
 from fxpar.sharding.propagate.at_rest import exchanged_notes, settle_at_rest
@@ -188,8 +187,7 @@ def decide(
     gather_before_views(program, strategies, settled, mesh)
     gather_before_growth(program, strategies, settled, priced, on)
     share_before_views(program, strategies, settled, mesh)
-    make_as_read(program, strategies, settled, mesh)
-    lie_as_read(program, fed, strategies, settled)
+    make_as_read(program, fed, strategies, settled, mesh)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh, of_batch)
     notes += _edge_notes(program, edges, mesh)

@@ -79,17 +79,6 @@ def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:
     return Mesh(*zip(*rows.values(), strict=True))
 
 
-def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
-    """Return the signature whose inputs and outputs are not split over these axes."""
-
-    def bare(end: End) -> End:
-        at_rest = end.at_rest
-        return end if at_rest is None else replace(end, at_rest=at_rest.clear_of(axes))
-
-    inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
 def planned_plan(plan: Plan, axes: Collection[str]) -> Plan:
     """Return the plan with one rank along these axes."""
     return replace(plan.without(axes), mesh=planned_mesh(plan.mesh, axes))

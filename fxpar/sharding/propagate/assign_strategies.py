@@ -8,7 +8,7 @@ axis that came from the dim of experts stays on the factor it splits there, so r
 to their experts; else one that came from a batch dim does, so data parallelism gathers
 parameters and never the batch (ZeRO; GSPMD section 5).
 
-``lie_as_read``, ``make_as_read``. In: the strategies, and the spec each value settles
+``make_as_read``. In: the strategies, and the spec each value settles
 in. Out: both, changed: an input whose layout the plan chooses is fed in the one that
 its reader reads; of values made of constants alone, such as positions that count up and
 masks of them, a rank computes the part that it reads, or the whole. Never: changes the
@@ -234,28 +234,16 @@ def fed_as_read(program: Program, state: State) -> set[int]:
     }
 
 
-def lie_as_read(
-    program: Program,
-    inputs: Collection[int],
-    strategies: Sequence[Strategy],
-    settled: list[Spec],
-) -> None:
-    """Settle each input in the spec in which its one reader reads it. Changes
-    ``settled``."""
-    for v in inputs:
-        ((reader, i),) = program.uses[v]
-        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
-        settled[v] = need.without_partial()
-
-
 def make_as_read(
     program: Program,
+    fed: Collection[int],
     strategies: MutableSequence[Strategy],
     settled: MutableSequence[Spec],
     mesh: Mesh,
 ) -> None:
     """Give each constant value the spec in which it is read: split where all readers
-    agree, else whole, of which any part is a slice. Changes both lists."""
+    agree, else whole, of which any part is a slice; then each input of ``fed`` the spec
+    in which its one reader reads it. Changes both lists."""
     constants = program.constants
     outputs = set(program.outputs)
     for op in reversed(program.ops):
@@ -271,6 +259,9 @@ def make_as_read(
         if strategy is None:
             need, strategy = whole, Strategy(op.rule.pinned)
         strategies[op.index], settled[v] = strategy, need
+    for v in fed:
+        (need,) = specs_read(program, strategies, v)
+        settled[v] = need.without_partial()
 
 
 def specs_read(program: Program, strategies: Sequence[Strategy], v: int) -> set[Spec]:

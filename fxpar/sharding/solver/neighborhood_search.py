@@ -182,6 +182,7 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
     unary, arrays = [], {}
     adj: list[dict[int, np.ndarray]] = [{} for _ in free]
     rows: list[list] = []
+    own = np.zeros(len(flat.room))  # usage by the free nodes
     for k, i in enumerate(free.tolist()):
         size = int(flat.size[i])
         cost = flat.unary[flat.at[i] : flat.at[i + 1]].copy()
@@ -200,7 +201,9 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
         live = range(flat.live[i], flat.live[i + 1])
         span = [(int(flat.begin[m]), int(flat.end[m]), int(flat.use[m])) for m in live]
         rows.append([(a, b, flat.usage[u : u + size]) for a, b, u in span])
-    room = flat.room - usage_of(flat, choice) + _used_by(flat, choice, free)
+        for a, b, u in span:
+            own[a:b] += flat.usage[u + choice[i]]
+    room = flat.room - usage_of(flat, choice) + own
     tables = Tables()
     for i, neighbors in enumerate(adj):
         for j, table in neighbors.items():
@@ -209,14 +212,6 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
     names = [np.arange(len(cost)) for cost in unary]
     alive = set(range(len(free)))
     return Network(unary, adj, rows, room, tables, names, alive, slack=flat.slack)
-
-
-def _used_by(flat: Flat, choice: np.ndarray, free: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(flat.room))
-    for i in free.tolist():
-        for m in range(flat.live[i], flat.live[i + 1]):
-            out[flat.begin[m] : flat.end[m]] += flat.usage[flat.use[m] + choice[i]]
-    return out
 
 
 def _keep(
