@@ -213,3 +213,17 @@ def bubble(slots: Sequence[TimedAction], places: int) -> float:
     end = max(slot.end for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
     return 1.0 - busy / (end * places) if end else 0.0
+
+
+def picture(slots: Sequence[TimedAction], places: int, tick: float) -> str:
+    """Return a line for each place with a column for each tick: the microbatch of a
+    forward as a digit, of a backward as a letter."""
+    end = max(slot.end for slot in slots)
+    lines = [["."] * round(end / tick) for _ in range(places)]
+    for slot in slots:
+        mark = str(slot.action.part % 10)
+        if slot.action.kind != FORWARD:
+            mark = chr(ord("a") + slot.action.part % 26)
+        for column in range(round(slot.start / tick), round(slot.end / tick)):
+            lines[slot.place][column] = mark
+    return "\n".join(f"{i}: {' '.join(line)}" for i, line in enumerate(lines))

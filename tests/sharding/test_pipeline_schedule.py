@@ -15,7 +15,7 @@ from fxpar.errors import MeshError, OptionError, PlanError
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off, with_stages
-from fxpar.sharding.pipeline_schedule import Action, bubble, rows_of, timed
+from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.rest_over_stages import of_one_stage, split_over_stages
 from fxpar.sharding.search.price_stages import (
@@ -115,16 +115,11 @@ def test_fewer_microbatches_take_an_order_of_the_same_stages() -> None:
 
 
 def test_a_picture_of_1f1b() -> None:
-    """A line for each place with a column for each second: the microbatch of a forward
-    as a digit, of a backward as a letter."""
     slots = timed(rows_of("1f1b", 2, 3), alike)
-    lines = [["."] * 12 for _ in range(2)]
-    for slot in slots:
-        marks = "0123" if slot.action.kind == "F" else "abcd"
-        for column in range(round(slot.start), round(slot.end)):
-            lines[slot.place][column] = marks[slot.action.part]
-    want = ["0 1 . . a a 2 b b . c c", ". 0 a a 1 b b 2 c c . ."]
-    assert [" ".join(line) for line in lines] == want
+    assert (
+        picture(slots, 2, 1.0)
+        == "0: 0 1 . . a a 2 b b . c c\n1: . 0 a a 1 b b 2 c c . ."
+    )
 
 
 def test_forwards_alone() -> None:
