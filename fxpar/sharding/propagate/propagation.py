@@ -129,7 +129,8 @@ class State:
         return spec_of(tuple(self.dims[value]))
 
 
-PASS, KEPT, ALL, RESOLVE, TURN = range(5)
+LEVELS = 5
+PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
 
 
 class Propagation:
