@@ -74,25 +74,14 @@ class Row:
 MARKS = {x.name for x in fields(Row)} - {"rule", "local", "facts"}
 
 
-def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return for each argument, positional then keyword, the operand indices it
-    holds."""
-    out, n = [], 0
-    for arg in [*args, *kwargs.values()]:
-        tensors = [
-            x for x in _torch.fake.tree_leaves(arg) if isinstance(x, torch.Tensor)
-        ]
-        out.append(list(range(n, n + len(tensors))))
-        n += len(tensors)
-    return out
-
-
 def _passages(
-    entry: Row, positions: list[list[int]], whole_numbers: bool
+    entry: Row, args: Sequence[Any], kwargs: dict[str, Any], whole_numbers: bool
 ) -> tuple[Passage, ...]:
     """Return the passages that the row's marks describe. ``whole_numbers``: only the
     results are whole numbers; rounding to them is monotone at best, never linear."""
-    out = []
+    out, positions, n = [], list[range](), 0  # of the operands that each argument holds
+    for arg in [*args, *kwargs.values()]:
+        positions.append(range(n, n := n + len(tensors_of(arg))))
     for text, reductions in (
         (None if whole_numbers else entry.linear, LINEAR),
         (entry.monotone, MONOTONE),
@@ -100,7 +89,7 @@ def _passages(
     ):
         for group in text.split("|") if text else []:
             places = [int(p) for p in group.split("+")]
-            operands = [positions[p] if p < len(positions) else [] for p in places]
+            operands = [positions[p] if p < len(positions) else () for p in places]
             if all(operands):
                 out.append(Passage(tuple(i for h in operands for i in h), reductions))
     return tuple(out)
@@ -135,7 +124,7 @@ def evaluate(
     read = {x.dtype for x in operands} | dtypes
     is_exact = torch.bool not in read and all(map(_is_whole, read))
     whole = any(map(_is_whole, dtypes)) and not is_exact
-    passages = _passages(entry, operand_positions(args, kwargs), whole)
+    passages = _passages(entry, args, kwargs, whole)
     even = rule.even or entry.even
     empty = entry.empty or rule.empty
     passages = rule.passages + passages

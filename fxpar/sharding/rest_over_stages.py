@@ -160,7 +160,10 @@ def split_op(
             extended[factor] = (*extended.get(factor, ()), axis)
         candidate = Strategy(tuple(extended.items()), strategy.passes)
         exchanged = not set(added.values()).isdisjoint(op.rule.exchanged)
-        if exchanged or not _can_run(program, op, candidate, mesh):
+        if exchanged or not fits(op.rule, candidate.axes_of, mesh):
+            continue
+        pairs = zip(specs(op.rule, candidate), op.tensors, strict=True)
+        if not all(spec.is_even(mesh, values[v].shape) for spec, v in pairs):
             continue
         strategies[op.index] = candidate
         for k, result in enumerate(op.results):
@@ -175,11 +178,3 @@ def split_op(
 def is_cast(op: Op) -> bool:
     """Return whether an op gives its one operand in another dtype."""
     return len(op.operands) == 1 and op_facts_of(op.target).casts
-
-
-def _can_run(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
-    """Return whether an op can run a strategy with all shards equal."""
-    if not fits(op.rule, strategy.axes_of, mesh):
-        return False
-    pairs = zip(specs(op.rule, strategy), op.tensors, strict=True)
-    return all(spec.is_even(mesh, program.values[v].shape) for spec, v in pairs)
