@@ -9,6 +9,7 @@ input of two dims. Never: changes the graph, or guesses a length that it does no
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,9 @@ def _whole(node: fx.Node) -> Rule:
     """Return the rule of a call of which nothing is split."""
     shapes, n = [tuple(x.shape) for x in tensors_at(node)], len(tensor_nodes(node))
     words = [[f"t{i}d{d}!" for d in range(len(x))] for i, x in enumerate(shapes)]
-    return make(words[:n], words[n:]).with_sizes(shapes)
+    pairs = zip(itertools.chain(*words), itertools.chain(*shapes), strict=True)
+    # Sizes may depend on data, which ``read`` refuses.
+    return make(words[:n], words[n:], {word[:-1]: size for word, size in pairs})
 
 
 class RuleReader:
