@@ -203,12 +203,12 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.search.formulate import FixedFacts, cost_of, formulate
+    from fxpar.sharding.search.formulate import cost_of, formulate
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.at_rest)
     decision = decide(program, on, expert.hints)
-    formulation = formulate(program, on, machine, FixedFacts())
+    formulation = formulate(program, on, machine)
     row: dict[str, Any] = {"expert": expert.name}
     try:
         theirs = cost_of(formulation, decision.strategies, SECONDS)

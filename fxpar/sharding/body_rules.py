@@ -14,6 +14,7 @@ Never: changes a graph, or puts a reshard into a body.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -201,24 +202,21 @@ class Inside:
         """Join the same input of all bodies, the same output of all bodies, and each
         carried value's input with its output."""
         for b, program in enumerate(self.programs):
-            for v, (i, sliced) in zip(program.inputs, self.ties.inputs, strict=True):
-                if v is not None and i is not None:
-                    self._join_dims(b, v, "operand", i, sliced)
-            for v, (i, sliced) in zip(
-                program.outputs, self.ties.outputs[b], strict=True
+            for kind, values, ties in (
+                ("operand", program.inputs, self.ties.inputs),
+                ("result", program.outputs, self.ties.outputs[b]),
             ):
-                if v is not None and i is not None:
-                    self._join_dims(b, v, "result", i, sliced)
+                for v, (i, sliced) in zip(values, ties, strict=True):
+                    if v is None or i is None:
+                        continue
+                    for d, n in enumerate(program.values[v].shape):
+                        self._join((kind, -1, i, d + sliced), ("dim", b, v, d), n)
         for j in range(self.ties.carried):
             i = self.ties.inputs[j][0]
             for d, n in enumerate(self.results[j]):
                 self._join(("operand", -1, i or 0, d), ("result", -1, j, d), n)
         if self.ties.splits_slices:
             self._join_slices()
-
-    def _join_dims(self, b: int, v: int, kind: str, i: int, sliced: bool) -> None:
-        for d, n in enumerate(self.programs[b].values[v].shape):
-            self._join((kind, -1, i, d + sliced), ("dim", b, v, d), n)
 
     def _join_slices(self) -> None:
         """Join dim 0 of all operands and results that are slices: ranks may have some
@@ -230,15 +228,18 @@ class Inside:
             if i is not None and first is not None:
                 self._join((kind, -1, first, 0), (other, -1, i, 0), shapes[i][0])
 
+    def _ends(self) -> list[list[Key]]:
+        """Return the dims of each of the call's operands and results."""
+        return [
+            [(kind, -1, i, d) for d in range(len(shape))]
+            for kind, shapes in (("operand", self.operands), ("result", self.results))
+            for i, shape in enumerate(shapes)
+        ]
+
     def _keep_whole(self) -> None:
         """Mark as whole each class that has two dims of one value, or a dim of a
         constant of a body."""
-        sides = [("operand", self.operands), ("result", self.results)]
-        dims: list[list[Key]] = [
-            [(kind, -1, i, d) for d in range(len(shape))]
-            for kind, shapes in sides
-            for i, shape in enumerate(shapes)
-        ]
+        dims = self._ends()
         dims += [
             [("dim", b, v.index, d) for d in range(len(v.shape))]
             for b, program in enumerate(self.programs)
@@ -311,7 +312,10 @@ class Inside:
             self.passes.setdefault((b, op.index), []).append((c, *reduction_passage))
             for partial in partials:
                 partial[c] = reduction_passage[0]
-        if op.is_zero or self._is_linear_in_zeros(b, op):
+        zero = self._zero_operands(b, op)
+        if op.is_zero or any(
+            "sum" in p.reductions and zero >= {*p.operands} for p in rule.passages
+        ):
             self.zero.update((b, v) for v in op.results)
         for v, partial in zip(op.results, partials, strict=True):
             shape = self.programs[b].values[v].shape
@@ -328,7 +332,7 @@ class Inside:
         pass through an op; None if they cannot."""
         partial = {i for i, read in enumerate(reads) if c in read}
         reductions = {reads[i][c] for i in partial}
-        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
+        zero = self._zero_operands(b, op)
         for p, passage in enumerate(op.rule.passages):
             group = set(passage.operands)
             if partial <= group <= partial | zero and len(reductions) == 1:
@@ -339,12 +343,9 @@ class Inside:
                     return reduction, p
         return None
 
-    def _is_linear_in_zeros(self, b: int, op: Op) -> bool:
-        """Return whether an op makes zeros of zeros."""
-        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
-        return any(
-            "sum" in p.reductions and zero >= set(p.operands) for p in op.rule.passages
-        )
+    def _zero_operands(self, b: int, op: Op) -> set[int]:
+        """Return the operands of an op that are zeros."""
+        return {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
 
     def _leave(self) -> bool:
         """Mark as whole the classes over which bodies disagree on a result, or a
@@ -419,13 +420,9 @@ class Inside:
     def names(self) -> dict[Key, str]:
         """Return the name of a factor of the call's rule for each free class."""
         out: dict[Key, str] = {}
-        sides = [("operand", self.operands), ("result", self.results)]
-        for kind, shapes in sides:
-            for i, shape in enumerate(shapes):
-                for d in range(len(shape)):
-                    key: Key = (kind, -1, i, d)
-                    if self.is_free(key):
-                        out.setdefault(self.find(key), f"f{len(out)}")
+        for key in itertools.chain(*self._ends()):
+            if self.is_free(key):
+                out.setdefault(self.find(key), f"f{len(out)}")
         return out
 
     @cached_property
@@ -434,13 +431,9 @@ class Inside:
         if not self.names:
             return None
         sizes: dict[str, int] = {name: self.size[c] for c, name in self.names.items()}
-        operands = tuple(
-            self._words("operand", i, shape, sizes)
-            for i, shape in enumerate(self.operands)
-        )
-        results = tuple(
-            self._words("result", i, shape, sizes)
-            for i, shape in enumerate(self.results)
+        operands, results = (
+            tuple(self._words(kind, i, x, sizes) for i, x in enumerate(shapes))
+            for kind, shapes in (("operand", self.operands), ("result", self.results))
         )
         whole = frozenset(sizes) - set(self.names.values())
         rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)

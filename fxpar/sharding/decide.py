@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import (
     choose,
     fed_as_read,
-    lie_as_read,
     make_as_read,
 )
 from fxpar.sharding.propagate.at_rest import exchanged_notes, settle_at_rest
@@ -187,8 +187,7 @@ def decide(
     gather_before_views(program, strategies, settled, mesh)
     gather_before_growth(program, strategies, settled, priced, on)
     share_before_views(program, strategies, settled, mesh)
-    make_as_read(program, strategies, settled, mesh)
-    lie_as_read(program, fed, strategies, settled)
+    make_as_read(program, fed, strategies, settled, mesh)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh, of_batch)
     notes += _edge_notes(program, edges, mesh)
@@ -239,7 +238,12 @@ def decide_on(
         if wide and options.by_hand:
             by_hand = _by_hand(program, mesh, hints, options.hardware)
             result = begun_from(result, options, [each.strategies for each in by_hand])
-        notes = [str(result), *_gap_warning(result, options)]
+        notes = [str(result)]
+        if not options.equal_layers and result.solution.gap > _POOR:
+            notes.append(
+                f"the plan may be {result.solution.gap:.0%} from the best after "
+                f"{options.seconds:.0f} s of search: increase search_seconds"
+            )
         notes += [STOPPED] if result.solution.stopped else []
         decision = _found(program, result, seeds, notes)
         if options.ranked:
@@ -306,11 +310,13 @@ def _found(
         for declared, v in program.tensor_inputs
         if declared.at_rest is not None
     }
+
+    def origin(v: int, axis: str) -> str:
+        seeded = (x.origin for x in seeds.get(v, ()) if axis in chain(*x.dims))
+        return names_at_rest.get(v) or next(seeded, "search")
+
     origins = [
-        {
-            axis: Origin(names_at_rest.get(v) or _origin(seeds.get(v, ()), axis))
-            for axis in spec.axes
-        }
+        {axis: Origin(origin(v, axis)) for axis in spec.axes}
         for v, spec in enumerate(result.settled)
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
@@ -326,27 +332,6 @@ def _found(
     )
 
 
-def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
-    """Return a warning where a longer search is worth while."""
-    if options.equal_layers or result.solution.gap <= _POOR:
-        return []
-    return [
-        (
-            f"the plan may be {result.solution.gap:.0%} from the best after "
-            f"{options.seconds:.0f} s of search: increase search_seconds"
-        )
-    ]
-
-
-def _origin(seeds: Sequence[Seed], axis: str) -> str:
-    """Return the reason for an axis on a value: the seed that named it, or the
-    search."""
-    for seed in seeds:
-        if any(axis in dim for dim in seed.dims):
-            return seed.origin
-    return "search"
-
-
 def _given_seeds(
     program: Program,
     mesh: Mesh,
@@ -354,7 +339,12 @@ def _given_seeds(
     constraints: Sequence[tuple[int, Entries]],
 ) -> list[Seed]:
     """Return seeds of hints, of inputs whose use is known, and of hints in the code."""
-    seeds = _input_seeds(program, mesh) + match(program, hints, mesh)
+    seeds = [
+        make_seed(program, v, x.use, mesh, x.kind, f"spec given for {x.name}")
+        for x, v in program.tensor_inputs
+        if x.use is not None
+    ]
+    seeds += match(program, hints, mesh)
     for value, entries in constraints:
         what = f"fxpar.constrain at {program.values[value].name}"
         seeds.append(make_seed(program, value, entries, mesh, "value", what))
@@ -379,10 +369,8 @@ def _seed_all(
     parameters name (ZeRO) still does."""
     program, mesh = engine.program, engine.mesh
     axes = [axis for axis, size in mesh.axes if size > 1]
-    named_axes, named_on_values = (
-        _axes_named(seeds),
-        _axes_named(s for s in seeds if s.priority == 0),
-    )
+    named_axes = _axes_named(seeds)
+    named_on_values = _axes_named(s for s in seeds if s.priority == 0)
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
     seeded_values = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
@@ -409,28 +397,16 @@ def _axes_named(seeds: Iterable[Seed]) -> set[str]:
     return {axis for seed in seeds for dim in seed.dims for axis in dim}
 
 
-def _input_seeds(program: Program, mesh: Mesh) -> list[Seed]:
-    """Return seeds of inputs whose use is known."""
-    seeds = []
-    for declared, v in program.tensor_inputs:
-        if declared.use is not None:
-            what = f"spec given for {declared.name}"
-            use = declared.use
-            seeds.append(make_seed(program, v, use, mesh, declared.kind, what))
-    return seeds
-
-
 def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     """Return seeds of outputs that must have a spec; gradients follow parameters. For
     an input that is an output too, or a value with two specs, one seed is kept; the
     outputs are resharded."""
-    seeds = []
-    for result, v in program.tensor_outputs:
-        if result.at_rest is not None and result.kind != "gradient":
-            what = f"spec given for {result.name}"
-            at_rest = result.at_rest.without_partial()
-            seeds.append(make_seed(program, v, at_rest, mesh, "value", what))
-    return seeds
+    specs = [
+        (v, x.at_rest.without_partial(), f"spec given for {x.name}")
+        for x, v in program.tensor_outputs
+        if x.at_rest is not None and x.kind != "gradient"
+    ]
+    return [make_seed(program, v, x, mesh, "value", what) for v, x, what in specs]
 
 
 def _ties(program: Program) -> list[tuple[int, int]]:

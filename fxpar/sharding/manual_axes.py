@@ -23,7 +23,6 @@ from fxpar.errors import PlanError
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh, axis_of
-from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import (
@@ -35,10 +34,15 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.propagate.conventions import EXPERTS
-from fxpar.sharding.reshard.route import connect
-from fxpar.sharding.rest_over_stages import Splits, split_op, with_splits
+from fxpar.sharding.rest_over_stages import (
+    Splits,
+    is_cast,
+    reconnected,
+    split_op,
+    with_splits,
+)
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, without_axes
+from fxpar.sharding.strategy import Strategy
 
 End = TypeVar("End", Input, Output)
 
@@ -75,17 +79,6 @@ def planned_mesh(mesh: Mesh, axes: Collection[str]) -> Mesh:
     return Mesh(*zip(*rows.values(), strict=True))
 
 
-def planned_signature(signature: Signature, axes: Collection[str]) -> Signature:
-    """Return the signature whose inputs and outputs are not split over these axes."""
-
-    def bare(end: End) -> End:
-        at_rest = end.at_rest
-        return end if at_rest is None else replace(end, at_rest=at_rest.clear_of(axes))
-
-    inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
 def planned_plan(plan: Plan, axes: Collection[str]) -> Plan:
     """Return the plan with one rank along these axes."""
     return replace(plan.without(axes), mesh=planned_mesh(plan.mesh, axes))
@@ -114,7 +107,7 @@ def over_manual_axes(
         and (extra := _extra(end.at_rest, axes))
     }
     # Hints may name the axes, which split nothing on one rank.
-    strategies = [_on_one_rank(x, axes) for x in decision.strategies]
+    strategies = [x.without(axes) for x in decision.strategies]
     settled = [x.clear_of(axes) for x in decision.settled]
     products = _products_of_sent(program)
     ops = [_by_expert(op) if op.index in products else op for op in program.ops]
@@ -138,7 +131,7 @@ def over_manual_axes(
             gradients.update(op.results)
             continue
         is_mean = bool(op.operands) and means.issuperset(op.operands)
-        if op.index in update or _is_cast(op) or is_mean:
+        if op.index in update or is_cast(op) or is_mean:
             split_op(*changed)
             means.update(op.results if is_mean else ())
         elif op.index in products or op.index in makers or of_experts:
@@ -147,17 +140,8 @@ def over_manual_axes(
             _require_split(op, split)
             gradients.update(op.results)
     program = replace(program, signature=signature)
-    edges = connect(program, strategies, settled, mesh, manual=axes, averaged=averaged)
-    return replace(
-        decision,
-        program=program,
-        mesh=mesh,
-        strategies=tuple(strategies),
-        settled=tuple(settled),
-        edges=edges,
-        manual=axes,
-        averaged=frozenset(averaged),
-    )
+    decision = replace(decision, manual=axes, averaged=frozenset(averaged))
+    return reconnected(decision, program, mesh, strategies, settled)
 
 
 def _split_by_expert(
@@ -237,12 +221,6 @@ def _makers_of_weights(program: Program, products: Mapping[int, Axes]) -> set[in
     return out
 
 
-def _on_one_rank(strategy: Strategy, axes: Collection[str]) -> Strategy:
-    """Return the strategy without the axes."""
-    passes = [x for x in strategy.passes if x[0] not in axes]
-    return Strategy(without_axes(strategy.factors, axes), tuple(passes))
-
-
 def _extra(spec: Spec, axes: Collection[str]) -> Splits:
     """Return (axis, dim) for each of these axes that splits a dim of a spec."""
     dims = enumerate(spec.dims)
@@ -268,7 +246,3 @@ def _resting(planned: Signature, whole: Signature, axes: Axes, mesh: Mesh) -> Si
         inputs=tuple(map(back, planned.inputs, whole.inputs)),
         outputs=tuple(map(back, planned.outputs, whole.outputs)),
     )
-
-
-def _is_cast(op: Op) -> bool:
-    return len(op.operands) == 1 and op_facts_of(op.target).casts

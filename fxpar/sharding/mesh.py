@@ -122,36 +122,6 @@ SPEEDS = (
 SHARES = 'write one positive number for each rank of the axis: FXPAR_MESH="dp=2[2,1]"'
 
 
-@dataclass(frozen=True)
-class AxisText:
-    """Holds the contents of the text of one axis."""
-
-    # The axis's name, not that of a part.
-    name: str
-    # One size, or the sizes of its parts, major to minor.
-    sizes: tuple[int, ...]
-    # Relative speed of each rank; None if not given.
-    speeds: tuple[float, ...] | None
-    # The share of a dim that each rank gets, up to a factor; None if not given.
-    shares: tuple[float, ...] | None
-
-
-def read_axes(text: str) -> Iterator[AxisText]:
-    """Yield the axes of a mesh, in order. Raises MeshError naming the malformed
-    part."""
-    for part in _BETWEEN.split(text):
-        match = _AXIS.match(part)
-        if not match:
-            raise MeshError(f"cannot read mesh {text!r}: {part!r}", fix=FORM)
-        name, sizes, speeds, shares = match.groups()
-        yield AxisText(
-            name,
-            tuple(int(n) for n in sizes.split("*")),
-            None if speeds is None else _numbers(name, speeds, SPEEDS),
-            None if shares is None else _numbers(name, shares, SHARES),
-        )
-
-
 def written(numbers: Iterable[float]) -> str:
     """Return numbers as they are written between braces or brackets."""
     return ",".join(repr(float(number)) for number in numbers)
@@ -340,13 +310,19 @@ class Mesh:
         axes: list[tuple[str, int]] = []
         speeds: list[tuple[float, ...] | None] = []
         shares: list[tuple[float, ...] | None] = []
-        for axis in read_axes(text):
-            parts = axes_of_parts(axis.name, axis.sizes)
+        for axis_text in _BETWEEN.split(text):
+            match = _AXIS.match(axis_text)
+            if not match:
+                raise MeshError(f"cannot read mesh {text!r}: {axis_text!r}", fix=FORM)
+            name, sizes, *numbers = match.groups()
+            parts = axes_of_parts(name, [int(n) for n in sizes.split("*")])
             axes += parts
-            for numbers, number in ((speeds, axis.speeds), (shares, axis.shares)):
-                numbers += [number] if len(parts) == 1 else [None] * len(parts)
+            columns = (speeds, SPEEDS), (shares, SHARES)
+            for (column, fix), words in zip(columns, numbers, strict=True):
+                number = None if words is None else _numbers(name, words, fix)
                 if number is not None and len(parts) > 1:
-                    raise uncut(axis.name)
+                    raise uncut(name)
+                column += [number] * len(parts)
         return cls(tuple(axes), speeds=tuple(speeds), shares=tuple(shares))
 
     @classmethod

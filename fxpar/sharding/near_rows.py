@@ -6,8 +6,10 @@ In: a call whose index is made of constants alone (an interpolation, a pad that 
 rows or mirrors them), and its rule. Out: the rule in which the dim that is looked up
 and the dim made from it are one factor: a rank reads the window of rows that holds its
 own positions (``Rule.windows``); an update that accumulates adds to that window. The
-unchanged rule where rows are far from the rows that they make.
-Never: reads an index that depends on an input.
+unchanged rule where rows are far from the rows that they make. ``computed``: the value
+of a node that is made of constants alone, such as positions that count up and masks.
+Never: reads an index that depends on an input, is drawn, or has more than ``MOST``
+elements.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.sharding.constant_values import MOST, computed
 from fxpar.sharding.factors import Dims, Reach, RowWindow, Rule
 from fxpar.sharding.ops.indexing import index_dims, is_mask
 
@@ -29,6 +32,9 @@ aten = torch.ops.aten
 MASKED = aten._unsafe_masked_index.default
 READ = (aten.index.Tensor, aten._unsafe_index.Tensor, MASKED)
 ADDED = (aten.index_put.default, aten._unsafe_index_put.default)
+
+# The most elements of a value that is computed while planning.
+MOST = 1 << 20
 
 # A row is near the row made from it if they differ by at most 1/_SHARE of all rows.
 _SHARE = 4
@@ -41,14 +47,44 @@ _ENDS = 32
 Reaches = tuple[tuple[int, int, Reach], ...]
 
 
+def computed(node: Any, values: dict[fx.Node, Any]) -> Any:
+    """Return the value of a node that is made of constants alone; None for any other.
+    ``values``: the nodes computed so far, to which it adds."""
+    if node in values:
+        return values[node]
+    values[node] = None
+    if not _is_arithmetic(node):
+        return None
+    if any(computed(x, values) is None for x in node.all_input_nodes):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    values[node] = node.target(*args, **kwargs)
+    return values[node]
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Return whether a call's result follows from its arguments, and has at most
+    ``MOST`` elements."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    target: Any = node.target
+    return (
+        getattr(target, "namespace", "") in ("aten", "prims")
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not _torch.objects.is_mutable(target)
+        and value.numel() <= MOST
+        and not value.dtype.is_complex
+        and not target.name().startswith("aten::empty")
+    )
+
+
+@_torch.aot.as_compiled()
 def reaches_of(node: fx.Node) -> Reaches:
     """Return the dims along which rows are near, of a call of ``READ``, or of one of
     ``ADDED`` that accumulates."""
-    with _torch.aot.as_compiled():
-        return _reaches(node)
-
-
-def _reaches(node: fx.Node) -> Reaches:
     x, *masks, indices = node.args[: 3 if node.target is MASKED else 2]
     if node.target in ADDED and node.args[3:] != (True,):
         return ()
@@ -146,9 +182,10 @@ def reach_of(places: torch.Tensor, rows: int) -> Reach | None:
         return None
     if width > 1 and width * _SHARE > rows:
         return None
-    slopes = [(1, 1), _reduced(rows, count), _reduced(rows - 1, count - 1)]
+    slopes = [(1, 1), Fraction(rows, count).as_integer_ratio()]
     if count > 1:
         steps = low.diff()
+        slopes.append(Fraction(rows - 1, count - 1).as_integer_ratio())
         slopes.append((int(steps[len(steps) // 2]), 1))
     best: Reach | None = None
     for ends in range(min(_ENDS, (count - 1) // 2) + 1):
@@ -178,11 +215,6 @@ def _windows(
     span = int((high - begin).max()) + 1
     head, tail = low[:ends].tolist(), low[count - ends :].tolist()
     return Reach(step, of, first, span, tuple(head), tuple(tail))
-
-
-def _reduced(step: int, of: int) -> tuple[int, int]:
-    divisor = math.gcd(step, of)
-    return step // divisor, of // divisor
 
 
 def with_windows(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:

@@ -74,25 +74,14 @@ class Row:
 MARKS = {x.name for x in fields(Row)} - {"rule", "local", "facts"}
 
 
-def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return for each argument, positional then keyword, the operand indices it
-    holds."""
-    out, n = [], 0
-    for arg in [*args, *kwargs.values()]:
-        tensors = [
-            x for x in _torch.fake.tree_leaves(arg) if isinstance(x, torch.Tensor)
-        ]
-        out.append(list(range(n, n + len(tensors))))
-        n += len(tensors)
-    return out
-
-
 def _passages(
-    entry: Row, positions: list[list[int]], whole_numbers: bool
+    entry: Row, args: Sequence[Any], kwargs: dict[str, Any], whole_numbers: bool
 ) -> tuple[Passage, ...]:
     """Return the passages that the row's marks describe. ``whole_numbers``: only the
     results are whole numbers; rounding to them is monotone at best, never linear."""
-    out = []
+    out, positions, n = [], list[range](), 0  # of the operands that each argument holds
+    for arg in [*args, *kwargs.values()]:
+        positions.append(range(n, n := n + len(tensors_of(arg))))
     for text, reductions in (
         (None if whole_numbers else entry.linear, LINEAR),
         (entry.monotone, MONOTONE),
@@ -100,7 +89,7 @@ def _passages(
     ):
         for group in text.split("|") if text else []:
             places = [int(p) for p in group.split("+")]
-            operands = [positions[p] if p < len(positions) else [] for p in places]
+            operands = [positions[p] if p < len(positions) else () for p in places]
             if all(operands):
                 out.append(Passage(tuple(i for h in operands for i in h), reductions))
     return tuple(out)
@@ -130,12 +119,15 @@ def evaluate(
         rule = replace(rule, reductions=tuple(reductions.items()))
     results = tensors_of(result)
     operands = tensors_of((args, kwargs))
-    whole = any(map(_is_whole, results)) and not all(map(_is_count, operands + results))
-    passages = _passages(entry, operand_positions(args, kwargs), whole)
+    dtypes = {x.dtype for x in results}
+    # Of whole numbers but bools sums of sums are exact.
+    read = {x.dtype for x in operands} | dtypes
+    is_exact = torch.bool not in read and all(map(_is_whole, read))
+    whole = any(map(_is_whole, dtypes)) and not is_exact
+    passages = _passages(entry, args, kwargs, whole)
     even = rule.even or entry.even
     empty = entry.empty or rule.empty
     passages = rule.passages + passages
-    dtypes = {x.dtype for x in results}
     passages = tuple(_of_dtypes(passage, operands, dtypes) for passage in passages)
     passages = tuple(passage for passage in passages if passage.reductions)
     rule = replace(rule, passages=passages, even=even, empty=empty)
@@ -149,27 +141,17 @@ def _of_dtypes(
     """Return the passage restricted to reductions that are exact for results of these
     dtypes. Where a dtype that wraps is cast, only maxima and minima survive; so too for
     sums of bools, which are True where any is."""
-    read = [operands[i].dtype for i in passage.operands]
-    if not any(_can_overflow(dtype) and {dtype} != results for dtype in read):
+    read = {operands[i].dtype for i in passage.operands}
+    changed = [dtype for dtype in read if {dtype} != results]
+    # 64-bit integers, used as counts, do not leave their range in practice.
+    if not any(_is_whole(dtype) and dtype.itemsize < 8 for dtype in changed):
         return passage
     reductions = tuple(op for op in passage.reductions if op in MONOTONE)
     return replace(passage, reductions=reductions)
 
 
-def _can_overflow(dtype: torch.dtype) -> bool:
-    """Return whether a sum may leave the range. 64-bit integers, used as counts, do not
-    in practice."""
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    return is_whole and dtype.itemsize < 8
-
-
-def _is_whole(x: torch.Tensor) -> bool:
-    return not (x.dtype.is_floating_point or x.dtype.is_complex)
-
-
-def _is_count(x: torch.Tensor) -> bool:
-    """Return whether elements are whole numbers, of which sums of sums are exact."""
-    return _is_whole(x) and x.dtype != torch.bool
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def names(n: int, prefix: str = "d") -> list[str]:

@@ -501,14 +501,10 @@ class Saved:
         """Return the result of ``read`` for each element of a list, as ``items``."""
         return tuple(read(item) for item in self.items(count))
 
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self._want("text")
-        return self.value
-
-    def switch(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self._want("true or false")
+    def plain(self, kind: type[T], what: str) -> T:
+        """Return a value of a type that JSON has."""
+        if not isinstance(self.value, kind):
+            raise self._want(what)
         return self.value
 
     def count(self, below: int | None = None) -> int:
@@ -537,7 +533,7 @@ class Saved:
 
     def read(self, parse: Callable[[str], T]) -> T:
         """Return the result of ``parse`` on text."""
-        text = self.text()
+        text = self.plain(str, "text")
         try:
             return parse(text)
         except FxparError as error:
@@ -545,7 +541,7 @@ class Saved:
 
     def axis(self, mesh: Mesh) -> str:
         """Return the name of an axis of the mesh."""
-        name = self.text()
+        name = self.plain(str, "text")
         if not mesh.has(name):
             raise self.refuse(f"mesh {mesh} has no axis {name!r}")
         return name
@@ -622,10 +618,10 @@ def _reader(kind: Any) -> _Reader:
 
 
 _PLAIN: dict[Any, _Reader] = {
-    str: lambda saved, _: saved.text(),
+    str: lambda saved, _: saved.plain(str, "text"),
     int: lambda saved, _: saved.count(),
     float: lambda saved, _: saved.number(),
-    bool: lambda saved, _: saved.switch(),
+    bool: lambda saved, _: saved.plain(bool, "true or false"),
     Axis: Saved.axis,
     Spec: Saved.spec,
 }

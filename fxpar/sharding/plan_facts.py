@@ -23,11 +23,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.errors import PlanError, SpecError
@@ -40,7 +39,7 @@ from fxpar.sharding.reshard.route import Reshard, connect
 from fxpar.sharding.reshard.steps import duration, front
 from fxpar.sharding.search.unequal_shards import notes
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, fits, specs
 
 Path = tuple[str, ...]
 
@@ -88,13 +87,6 @@ def module_path(node: fx.Node) -> Path | None:
     if not stack:
         return None
     text, _ = list(stack.values())[-1]
-    return _path_of(text)
-
-
-@lru_cache(maxsize=1 << 12)
-def _path_of(text: str) -> Path:
-    """Return the path of a module as Dynamo writes it; cached, as its ops share one
-    text."""
     text = _KEY.sub(r".\1", _ROOT.sub("", text))
     return tuple(part for part in text.split(".") if part)
 
@@ -121,7 +113,9 @@ def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
     one: the path that both share, or, longer than it, the layer of the neighbour that
     shares more source lines, in doubt the earlier one."""
     labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
-    frames = [_frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
+    # Repeated layers have the same few traces.
+    frames_of = cache(lambda trace: frozenset(_FRAME.findall(trace)))
+    frames = [frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
     layers = _layers(path for path in paths if path is not None)
     for a, b in pairwise([None, *labelled, None]):
         before = paths[ops[a].index] or () if a is not None else ()
@@ -144,13 +138,6 @@ def _layers(paths: Iterable[Path]) -> set[Path]:
 def _shared(a: Path, b: Path) -> Path:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return tuple(part for part, _ in same)
-
-
-@lru_cache(maxsize=1 << 14)
-def _frames_of(trace: str) -> frozenset[tuple[str, str]]:
-    """Return the frames of a stack trace; cached, as repeated layers have the same
-    few."""
-    return frozenset(_FRAME.findall(trace))
 
 
 # The number of most expensive reshards that a plan lists.
@@ -221,31 +208,24 @@ def _as_written(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
 
 
 def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, ...]:
-    """Return the plan of each op; parts that calls of one kind share are cached."""
+    """Return the plan of each op."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     as_written = cache(lambda spec: spec.joined(mesh))
-    joined_factors = cache(
-        lambda factors: tuple((name, mesh.joined(axes)) for name, axes in factors)
-    )
-    shapes_and_dtypes = cache(_shapes_and_dtypes)
 
     def node_plan(op: Op) -> NodePlan:
         strategy = decision.strategies[op.index]
+        tensors = [program.values[v] for v in op.tensors]
         reads = [edges.reads[op.index, i] for i in range(len(op.operands))]
         return NodePlan(
             op.name,
             str(op.target),
-            joined_factors(strategy.factors),
+            tuple((name, mesh.joined(axes)) for name, axes in strategy.factors),
             strategy.passes,
             tuple(map(as_written, reads)),
             tuple(as_written(edges.specs[v]) for v in op.results),
             tuple(as_written(decision.settled[v]) for v in op.results),
-            *shapes_and_dtypes(
-                tuple(
-                    (program.values[v].shape, program.values[v].dtype)
-                    for v in op.tensors
-                )
-            ),
+            tuple(x.shape for x in tensors),
+            tuple(str(x.dtype).removeprefix("torch.") for x in tensors),
             str(op.rule),
             user_line(op.node),
             modules[op.index],
@@ -253,14 +233,6 @@ def _node_plans(decision: Decision, modules: Sequence[str]) -> tuple[NodePlan, .
         )
 
     return tuple(map(node_plan, program.ops))
-
-
-def _shapes_and_dtypes(
-    values: Sequence[tuple[tuple[int, ...], torch.dtype]],
-) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Return the shapes, and the dtypes as text."""
-    dtypes = (str(dtype).removeprefix("torch.") for _, dtype in values)
-    return tuple(shape for shape, _ in values), tuple(dtypes)
 
 
 def _dearest(
@@ -309,11 +281,6 @@ def cause(decision: Decision, reshard: Reshard) -> str:
     else:
         assert reshard.reader is not None, "a reshard has a reader or an output"
         op = program.ops[reshard.reader]
-    return op_line(op)
-
-
-def op_line(op: Op) -> str:
-    """Return an op's name and user line."""
     line = user_line(op.node)
     return f"{op.name} ({line})" if line else op.name
 
@@ -453,10 +420,7 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
     if not fits(rule, strategy.axes_of, mesh):
         return "its dims do not divide so"
     try:
-        for i in range(len(rule.operands)):
-            operand_spec(rule, strategy, i)
-        for i in range(len(rule.results)):
-            result_spec(rule, strategy, i)
+        specs(rule, strategy)
     except SpecError as error:
         return error.what
     return None

@@ -24,7 +24,7 @@ from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
-from fxpar.sharding.manual_axes import ManualAxes, planned_signature
+from fxpar.sharding.manual_axes import ManualAxes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, is_pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
@@ -209,7 +209,10 @@ class Request:
         without axes of stages and manual axes."""
         signature = self.signature
         if self.manual is not None:
-            signature = planned_signature(signature, self.manual.axes)
+            axes = self.manual.axes
+            signature = signature.with_layouts(
+                lambda end, spec: replace(end, at_rest=spec.clear_of(axes))
+            )
         if self.pipeline is not None:
             signature = of_one_stage(signature, self.pipeline.axis)
         if not self.mesh.is_refined:

@@ -179,9 +179,6 @@ class Op:
     node: fx.Node = field(repr=False)
     # Whether the table has a rule; if not, ``rule`` keeps all dims whole.
     has_rule: bool = True
-    # Equal within a program for calls of one op on equal constants, dtypes, shapes and
-    # strides.
-    kind: int = -1
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -445,6 +442,12 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of a call's tensor operands, positional then keyword, repeats
     kept."""
     return tensors_among((node.args, node.kwargs))
+
+
+def tensors_at(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a call reads, then those that it gives."""
+    operands = [x.meta["val"] for x in tensor_nodes(node)]
+    return operands + tensors_of(node.meta["val"])
 
 
 def tensors_among(arguments: Any) -> list[fx.Node]:

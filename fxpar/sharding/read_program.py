@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
-from fxpar.sharding.constant_values import computed
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.near_rows import ADDED, READ, reaches_of, with_windows
-from fxpar.sharding.op_table import evaluate, tensors_of
+from fxpar.sharding.near_rows import ADDED, READ, computed, reaches_of, with_windows
+from fxpar.sharding.op_table import evaluate, make, tensors_of
 from fxpar.sharding.ops import row_of
 from fxpar.sharding.ops.embedding import BAGS, in_even_bags
 from fxpar.sharding.ops.own_op_rules import axes_inside, manual_axes, pinned
@@ -37,6 +35,7 @@ from fxpar.sharding.program import (
     Value,
     element_of,
     tensor_nodes,
+    tensors_at,
     user_line,
 )
 from fxpar.sharding.shift_messages import NAME as SHIFT
@@ -62,57 +61,26 @@ def bag_length(node: fx.Node) -> int | None:
     return length if is_even else None
 
 
-def in_bags(rule: Rule, node: fx.Node, length: int) -> Rule:
-    """Return the rule of a call whose bags have ``length`` indices each."""
-    tensors = [x.meta["val"] for x in tensor_nodes(node)]
-    shapes = [tuple(x.shape) for x in (*tensors, *tensors_of(node.meta["val"]))]
-    return in_even_bags(rule, node.target, node.args, shapes, length)
-
-
-def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
-    dims = [
-        tuple((f"t{i}d{d}",) for d in range(len(shape)))
-        for i, shape in enumerate(shapes)
-    ]
-    sizes = tuple(
-        (f"t{i}d{d}", n) for i, shape in enumerate(shapes) for d, n in enumerate(shape)
-    )
-    return Rule(
-        tuple(dims[:operands]),
-        tuple(dims[operands:]),
-        sizes,
-        frozenset(name for name, _ in sizes),
-    )
-
-
 def _whole(node: fx.Node) -> Rule:
     """Return the rule of a call of which nothing is split."""
-    tensors = [x.meta["val"] for x in tensor_nodes(node)]
-    shapes = [tuple(t.shape) for t in tensors + tensors_of(node.meta["val"])]
-    return _whole_rule(shapes, len(tensors))
+    shapes, n = [tuple(x.shape) for x in tensors_at(node)], len(tensor_nodes(node))
+    words = [[f"t{i}d{d}!" for d in range(len(x))] for i, x in enumerate(shapes)]
+    pairs = zip(itertools.chain(*words), itertools.chain(*shapes), strict=True)
+    # Sizes may depend on data, which ``read`` refuses.
+    return make(words[:n], words[n:], {word[:-1]: size for word, size in pairs})
 
 
 class RuleReader:
     """Is a reader of rules, which calls of equal op, shapes and attributes share."""
 
     def __init__(self) -> None:
-        self._cache: dict[Any, tuple[Rule, bool, int]] = {}
-        # id of a tensor -> the tensor and its part of a key: many calls read one
-        # tensor.
-        self._facts: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._kinds = itertools.count()
+        self._cache: dict[Any, tuple[Rule, bool]] = {}
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
         """Return (rule, known). Raises RuleError naming the node if a row does not
         fit."""
-        return self.with_kind(node)[:2]
-
-    def with_kind(self, node: fx.Node) -> tuple[Rule, bool, int]:
-        """Return (rule, known, a number that is equal for calls that share the rule).
-        Raises RuleError as above."""
         if node.meta.get("fxpar_whole"):
-            has_rule = not _torch.aot.higher_order_name(node.target)
-            return _whole(node), has_rule, next(self._kinds)
+            return _whole(node), not _torch.aot.higher_order_name(node.target)
         reaches = reaches_of(node) if node.target in READ + ADDED else ()
         length = bag_length(node)
         call = self._frozen(node.args), self._frozen(node.kwargs)
@@ -129,11 +97,11 @@ class RuleReader:
         if has_rule and reaches:
             rule = with_windows(rule, node, reaches)
         if has_rule and length is not None:
-            rule = in_bags(rule, node, length)
-        answer = rule, has_rule, next(self._kinds)
+            shapes = [tuple(x.shape) for x in tensors_at(node)]
+            rule = in_even_bags(rule, node.target, node.args, shapes, length)
         if key is not None:
-            self._cache[key] = answer
-        return answer
+            self._cache[key] = rule, has_rule
+        return rule, has_rule
 
     def _frozen(self, x: Any) -> Any:
         """Return an argument's part of a key: of tensors their shape, dtype and
@@ -141,11 +109,7 @@ class RuleReader:
         if isinstance(x, fx.Node):
             x = x.meta["val"]
         if isinstance(x, torch.Tensor):
-            facts = self._facts.get(id(x))
-            if facts is None:
-                own = ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
-                facts = self._facts[id(x)] = x, own
-            return facts[1]
+            return "T", tuple(x.shape), x.dtype, tuple(x.stride())
         if isinstance(x, (list, tuple)):
             return tuple(map(self._frozen, x))
         if isinstance(x, dict):
@@ -179,8 +143,7 @@ def _at_open_sizes(rule: Rule, node: fx.Node) -> Rule:
     source = node.meta.get(OPEN)
     if source is None or not rule.moves or str(node.target) == SHIFT:
         return rule
-    values = [x.meta["val"] for x in tensor_nodes(source)]
-    values += tensors_of(source.meta["val"])
+    values = tensors_at(source)
     open_dims = {
         moves.dim
         for moves in rule.moves
@@ -216,7 +179,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 fix="compute it outside of the compiled code",
             )
         shape = tuple(map(int, tensor.shape))
-        open_shape, inside = _open_shape(node, i), axes_inside(node, manual)
+        source, inside = node.meta.get(OPEN), axes_inside(node, manual)
+        open_shape = tuple(tensors_of(source.meta["val"])[i].shape) if source else ()
         values.append(Value(index, name, shape, tensor.dtype, open_shape, inside))
         uses.append([])
         value_of[node, i] = index
@@ -247,7 +211,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             tensors = tensors_of(val)
             if not tensors:
                 continue
-            rule, has_rule, kind = rules.with_kind(node)
+            rule, has_rule = rules(node)
             rule = _at_open_sizes(rule, node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
@@ -265,7 +229,6 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 results,
                 node,
                 has_rule,
-                kind,
             )
             ops.append(op)
             for position, v in enumerate(operands):
@@ -285,14 +248,6 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         value_of,
         reduce_here,
     )
-
-
-def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
-    """Return the shape of a node's i-th tensor in the graph with open sizes, if there
-    is such a graph; else ()."""
-    if OPEN not in node.meta:
-        return ()
-    return tuple(tensors_of(node.meta[OPEN].meta["val"])[i].shape)
 
 
 def with_open_sizes(program: Program) -> Program:

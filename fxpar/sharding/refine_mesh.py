@@ -10,6 +10,7 @@ Never: changes a mesh of which nothing needs parts, so that plans stay the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -79,7 +80,12 @@ def refine(
     ]
     if open_ and heads is None:
         heads = head_counts(program)
-    parts = _for_heads(mesh, open_, heads or ())
+    parts = mesh
+    # Each number of heads can be split over a part of an axis that does not divide it.
+    for count, axis in itertools.product(heads or (), open_):
+        fit = math.gcd(count, mesh.axis_size(axis))
+        if 1 < fit < mesh.axis_size(axis):
+            parts = _also(parts, part_name(axis, 1, fit))
     if isinstance(request.mode, SearchOptions):
         return mesh if has_too_many_axes(parts) else parts
     named = {axis for *_, axes in named_axes for axis in axes} - {*whole}
@@ -172,17 +178,6 @@ def head_counts(program: Program) -> tuple[int, ...]:
             heads = (heads_of(program, op, factor, roots) for factor in op.rule.free)
             counts |= dict.fromkeys(n for n in heads if n is not None)
     return tuple(counts)
-
-
-def _for_heads(mesh: Mesh, axes: Sequence[str], counts: Sequence[int]) -> Mesh:
-    """Return the mesh with parts of these axes over which each number of heads can be
-    split where the axis does not divide it."""
-    for heads in counts:
-        for axis in axes:
-            fit = math.gcd(heads, mesh.axis_size(axis))
-            if 1 < fit < mesh.axis_size(axis):
-                mesh = _also(mesh, part_name(axis, 1, fit))
-    return mesh
 
 
 def _also(mesh: Mesh, part: str) -> Mesh:

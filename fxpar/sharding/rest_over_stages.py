@@ -18,6 +18,7 @@ from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, with_stages
@@ -30,6 +31,7 @@ from fxpar.sharding.strategy import (
     operand_spec,
     project,
     result_spec,
+    specs,
 )
 
 # (axis, dim) pairs: axes that split dims in addition to a spec, as minor axes.
@@ -79,8 +81,7 @@ def over_stages(
     }
     strategies, settled = list(decision.strategies), list(decision.settled)
     for op in program.ops:
-        casts = len(op.operands) == 1 and op_facts_of(op.target).casts
-        if op.index in update or casts:
+        if op.index in update or is_cast(op):
             split_op(program, op, strategies, settled, split, mesh)
 
     def stored(end: Any, spec: Spec) -> Any:
@@ -88,12 +89,25 @@ def over_stages(
         return replace(end, at_rest=with_splits(spec, splits))
 
     program = replace(program, signature=signature.with_layouts(stored))
+    return reconnected(decision, program, mesh, strategies, settled, (axis,))
+
+
+def reconnected(
+    decision: Decision,
+    program: Program,
+    mesh: Mesh,
+    strategies: Sequence[Strategy],
+    settled: Sequence[Spec],
+    unequal_axes: Axes = (),
+) -> Decision:
+    """Return the decision on a mesh of more axes, with new strategies and specs.
+    ``unequal_axes``: as for ``connect``."""
     edges = connect(
         program,
         strategies,
         settled,
         mesh,
-        unequal_axes=(axis,),
+        unequal_axes=unequal_axes,
         manual=decision.manual,
         averaged=decision.averaged,
     )
@@ -146,7 +160,10 @@ def split_op(
             extended[factor] = (*extended.get(factor, ()), axis)
         candidate = Strategy(tuple(extended.items()), strategy.passes)
         exchanged = not set(added.values()).isdisjoint(op.rule.exchanged)
-        if exchanged or not _can_run(program, op, candidate, mesh):
+        if exchanged or not fits(op.rule, candidate.axes_of, mesh):
+            continue
+        pairs = zip(specs(op.rule, candidate), op.tensors, strict=True)
+        if not all(spec.is_even(mesh, values[v].shape) for spec, v in pairs):
             continue
         strategies[op.index] = candidate
         for k, result in enumerate(op.results):
@@ -158,12 +175,6 @@ def split_op(
         return
 
 
-def _can_run(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
-    """Return whether an op can run a strategy with all shards equal."""
-    if not fits(op.rule, strategy.axes_of, mesh):
-        return False
-    specs = [operand_spec(op.rule, strategy, i) for i in range(len(op.operands))]
-    specs += [result_spec(op.rule, strategy, k) for k in range(len(op.results))]
-    values = [program.values[v] for v in op.tensors]
-    pairs = zip(specs, values, strict=True)
-    return all(spec.is_even(mesh, value.shape) for spec, value in pairs)
+def is_cast(op: Op) -> bool:
+    """Return whether an op gives its one operand in another dtype."""
+    return len(op.operands) == 1 and op_facts_of(op.target).casts

@@ -17,6 +17,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
@@ -81,16 +82,15 @@ class Exchange:
     @lru_cache(maxsize=1 << 10)
     def parse(text: str) -> Exchange:
         """Return the exchange of a ``text``."""
-        moves, *rest = json.loads(text)
-        dim, sources, targets, pieces, fill, reach, adds, turns = moves
+        moves, *rest = _as_tuples(json.loads(text))
+        dim, sources, targets, pieces, fill, reach, *how = moves
         rows = tuple(RowPiece(*piece) for piece in pieces)
-        if reach is not None:
-            step, of, first, span, *ends = reach
-            reach = Reach(step, of, first, span, *map(tuple, ends))
-        ends = tuple(sources), tuple(targets)
-        return Exchange(
-            RowMoves(dim, *ends, rows, fill, reach, adds, turns), *map(tuple, rest)
-        )
+        reach = None if reach is None else Reach(*reach)
+        return Exchange(RowMoves(dim, sources, targets, rows, fill, reach, *how), *rest)
+
+
+def _as_tuples(x: Any) -> Any:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x
 
 
 @lru_cache(maxsize=1 << 12)
@@ -299,27 +299,10 @@ def around(n: int, positions: range) -> list[RowPiece]:
     return [piece for piece in pieces if piece.count]
 
 
-def sliced_at(moves: RowMoves) -> int | None:
-    """Return the first row of a contiguous slice; None of other moves."""
-    if len(moves.pieces) != 1:
-        return None
-    first = moves.pieces[0].first
-    return first if moves == slice_at(moves, first) else None
-
-
 def slice_at(moves: RowMoves, first: int) -> RowMoves:
     """Return the slice with equally many rows that begins at ``first``."""
     (n,), (rows,) = moves.sources[:1], moves.targets[:1]
     return RowMoves(moves.dim, (n,), (rows,), (RowPiece(0, 0, rows, first),))
-
-
-def put_at(moves: RowMoves) -> int | None:
-    """Return the row of the first operand at which a contiguous second operand is put;
-    None of other moves."""
-    put = [piece for piece in moves.pieces if piece.source == 1]
-    if len(moves.sources) != 2 or len(put) != 1:
-        return None
-    return put[0].at if moves == put_from(moves, put[0].at) else None
 
 
 def put_from(moves: RowMoves, first: int) -> RowMoves:
@@ -371,11 +354,10 @@ def is_faster(
 def sharing_key(exchange: Exchange) -> Exchange | None:
     """Return a key that is equal for all exchanges that may share one; None if it
     cannot be shared."""
-    if not is_split(exchange):
+    moves, firsts = exchange.moves, firsts_of([exchange])
+    if not is_split(exchange) or len(moves.sources) > 2 or len(firsts) != 1:
         return None
-    moves = exchange.moves
-    if sliced_at(moves) is not None:
-        return replace(exchange, moves=slice_at(moves, 0))
-    return (
-        None if put_at(moves) is None else replace(exchange, moves=put_from(moves, 0))
-    )
+    of_kind = slice_at if len(moves.sources) == 1 else put_from
+    if moves != of_kind(moves, firsts[0]):  # rows that are not contiguous
+        return None
+    return replace(exchange, moves=of_kind(moves, 0))

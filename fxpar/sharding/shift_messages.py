@@ -23,11 +23,10 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.factors import Axes, RowMoves, RowPiece, RowWindow
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
-from fxpar.sharding.op_table import tensors_of
-from fxpar.sharding.program import Op, tensor_nodes
+from fxpar.sharding.program import Op, tensors_at
 from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, specs
 
 NAME = "fxpar.shift.default"
 
@@ -83,7 +82,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Axes, int]]:
     shifted = moved_rows(op)
     if shifted is not None:
         dim, by = shifted
-        spec = operand_spec(op.rule, strategy, 0)
+        spec = specs(op.rule, strategy)[0]
         exchange = exchange_of(op.rule.moves[0], [spec], [spec], mesh)
         if not is_by_permutes(op.target, exchange, mesh):
             return []
@@ -116,13 +115,8 @@ class _Shard:
 
 def _shard(op: Op, strategy: Strategy, mesh: Mesh, position: int) -> _Shard:
     """Return the shard of one of an op's tensors, operands then results."""
-    late = position - len(op.operands)
-    if late < 0:
-        spec = operand_spec(op.rule, strategy, position)
-        value = tensor_nodes(op.node)[position].meta["val"]
-    else:
-        spec = result_spec(op.rule, strategy, late)
-        value = tensors_of(op.node.meta["val"])[late]
+    spec = specs(op.rule, strategy)[position]
+    value = tensors_at(op.node)[position]
     shape = spec.local_shape(mesh, [int(k) for k in value.shape])
     return _Shard(spec, list(shape), value.dtype.itemsize)
 
@@ -194,8 +188,8 @@ def exchanges(op: Op, strategy: Strategy, mesh: Mesh) -> list[tuple[Exchange, fl
     if not (op.rule.moves or op.rule.windows):
         return out
     n, shard_of = len(op.operands), cache(partial(_shard, op, strategy, mesh))
-    operands = [operand_spec(op.rule, strategy, i) for i in range(n)]
-    results = [result_spec(op.rule, strategy, i) for i in range(len(op.results))]
+    tensor_specs = specs(op.rule, strategy)
+    operands, results = tensor_specs[:n], tensor_specs[n:]
     for moves in op.rule.moves:
         shard, dim = shard_of(0), moves.dim
         exchange = exchange_of(moves, operands, results, mesh)

@@ -94,9 +94,7 @@ class Spec:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Return every axis used, on dims or partial."""
-        return tuple(axis for dim in self.dims for axis in dim) + tuple(
-            axis for axis, _ in self.partial
-        )
+        return self.sharded_axes + self.partial_axes
 
     @cached_property
     def kinds(self) -> frozenset[str]:

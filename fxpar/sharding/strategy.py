@@ -32,6 +32,11 @@ class Strategy:
     def axes_of(self) -> dict[str, Axes]:
         return dict(self.factors)
 
+    def without(self, axes: Container[str]) -> Strategy:
+        """Return the strategy in which some axes neither split nor pass."""
+        passes = tuple(x for x in self.passes if x[0] not in axes)
+        return Strategy(without_axes(self.factors, axes), passes)
+
 
 def without_axes(
     factors: Iterable[tuple[str, Axes]], axes: Container[str]
@@ -82,6 +87,13 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
     ]
     partial += [(axis, op) for axis, op, _ in strategy.passes]
     return spec_of(dims, tuple(partial))
+
+
+def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
+    """Return the specs of the operands, then of the results as they are made."""
+    operands = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
+    results = [result_spec(rule, strategy, i) for i in range(len(rule.results))]
+    return (*operands, *results)
 
 
 def project(

@@ -35,7 +35,7 @@ from fxpar import _torch
 from fxpar._torch.symbols import expressions, hint_of
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.passes.normalize.place_functions import is_equal_size
-from fxpar.sharding.constant_values import computed
+from fxpar.sharding.near_rows import computed
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten

@@ -43,8 +43,6 @@ class Stage:
 class AlphaBeta:
     """Is the time of one algorithm over bytes: a straight line."""
 
-    # A key of its kind in ``_ALGORITHMS``; "none" for a group of one rank.
-    algorithm: str
     # Seconds, whatever it carries.
     alpha: float
     # Seconds for each byte that a rank holds before it.
@@ -249,12 +247,12 @@ def _shift(group: _Ranks) -> tuple[float, float]:
 _Algorithm = Callable[[_Ranks], "tuple[float, float] | None"]
 
 # Algorithms that a library may run for each kind. The ring is first, and wins a tie.
-_ALGORITHMS: dict[str, dict[str, _Algorithm]] = {
-    "all_reduce": {"ring": lambda group: _ring(group, 2), "tree": _tree},
-    "all_gather": {"ring": _gather},
-    "reduce_scatter": {"ring": lambda group: _ring(group, 1)},
-    "all_to_all": {"pairwise": _exchange},
-    "permute": {"direct": _shift},
+_ALGORITHMS: dict[str, tuple[_Algorithm, ...]] = {
+    "all_reduce": (lambda group: _ring(group, 2), _tree),
+    "all_gather": (_gather,),
+    "reduce_scatter": (lambda group: _ring(group, 1),),
+    "all_to_all": (_exchange,),
+    "permute": (_shift,),
 }
 
 KINDS = tuple(_ALGORITHMS)
@@ -262,18 +260,13 @@ KINDS = tuple(_ALGORITHMS)
 
 @lru_cache(maxsize=1 << 12)
 def _curve(kind: str, stages: tuple[Stage, ...]) -> Curve:
-    algorithms = _ALGORITHMS[kind]
     if not stages:
-        return Curve((AlphaBeta("none", 0.0, 0.0),))
+        return Curve((AlphaBeta(0.0, 0.0),))
     links = [dict(stage.link.kinds).get(kind, stage.link) for stage in stages]
     sizes = [stage.size for stage in stages]
     within = [math.prod(sizes[:i]) for i in range(len(sizes))]
     lanes = [link.bandwidth * m for link, m in zip(links, within, strict=True)]
     group = _Ranks(sizes, links, within, lanes, math.prod(sizes))
     overhead = max(link.overhead for link in links)
-    lines = []
-    for name, algorithm in algorithms.items():
-        line = algorithm(group)
-        if line is not None:
-            lines.append(AlphaBeta(name, overhead + line[0], line[1]))
-    return Curve(tuple(lines))
+    numbers = (algorithm(group) for algorithm in _ALGORITHMS[kind])
+    return Curve(tuple(AlphaBeta(overhead + x[0], x[1]) for x in numbers if x))

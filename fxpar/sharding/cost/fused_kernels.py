@@ -250,7 +250,8 @@ class KernelReader:
             return []
         facts = op_facts_of(target)
         if operands and (facts.view or (facts.reshapes and is_view(node))):
-            return [_view(operands[0], v) for v in tensors_in(value)]
+            of = operands[0].node, operands[0].buffer
+            return [_value(*of, v, operands[0].kernel) for v in tensors_in(value)]
         if facts.constant and self.fused:
             return [_value(node, None, value)]
         if is_light(target):
@@ -458,7 +459,3 @@ def _value(
 ) -> TensorView:
     size, itemsize = hint_numel(tensor), tensor.dtype.itemsize
     return TensorView(node, buffer, size, itemsize, kernel)
-
-
-def _view(of: TensorView, tensor: torch.Tensor) -> TensorView:
-    return _value(of.node, of.buffer, tensor, of.kernel)

@@ -29,7 +29,7 @@ from fxpar.sharding.cost.visible_pairs import (
     sequence_dim,
 )
 from fxpar.sharding.op_facts import OpFacts, op_facts_of
-from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.program import tensors_at
 
 aten = torch.ops.aten
 _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
@@ -151,14 +151,18 @@ def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
         rows = sequence_dim(target)
         return ProductDims(float(query[rows]), float(key[rows]), float(query[-1]))
     if _is_convolution(target):
-        return _dims_of_convolution(*_convolved(node, shapes))
+        # Of the equivalent product: points by channels, by the other channels and
+        # window.
+        slid, over, weight = _convolved(node, shapes)
+        groups = max(1, over[1] / max(1, weight[1]))
+        points, k = slid[0] * math.prod(slid[2:]), math.prod(weight[1:])
+        return ProductDims(float(points), weight[0] / groups, float(k))
     return NO_DIMS  # an op of the user's, of which only flops are known
 
 
 def _traced_shapes(node: fx.Node) -> Shapes:
     """Return the shapes of a call's operands, then of its results."""
-    operands = (n.meta["val"] for n in tensor_nodes(node))
-    return [hint_shape(t.shape) for t in (*operands, *tensors_in(node.meta["val"]))]
+    return [hint_shape(t.shape) for t in tensors_at(node)]
 
 
 def dims_of_factors(
@@ -186,16 +190,6 @@ def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
     if transposed is not None and node.args[transposed]:
         windows, rows = rows, windows
     return windows, rows, weight
-
-
-def _dims_of_convolution(
-    windows: Sequence[float], rows: Sequence[float], weight: Sequence[float]
-) -> ProductDims:
-    """Return the dims of the equivalent product: points by channels, by the other
-    channels and window."""
-    groups = rows[1] / max(1, weight[1])
-    m, n, k = windows[0] * math.prod(windows[2:]), weight[0], math.prod(weight[1:])
-    return ProductDims(float(m), n / max(1, groups), float(k))
 
 
 def _words(node: fx.Node) -> list[list[str]]:

@@ -22,7 +22,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -32,7 +31,6 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.fused_kernels import Buffer, KernelReader, Launch, TensorView
 from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.op import (
-    Shapes,
     dims_of,
     dims_of_factors,
     family_of,
@@ -49,17 +47,16 @@ from fxpar.sharding.cost.visible_pairs import has_causal_mask, unevenness
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.op_table import tensors_of
 from fxpar.sharding.program import (
     Op,
     Program,
     Value,
     is_contraction,
     is_view,
-    tensor_nodes,
+    tensors_at,
     values_by_node,
 )
-from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, specs
 
 
 @dataclass(frozen=True)
@@ -207,23 +204,19 @@ def _dims(op: Op, work: Work, shards: Mapping[str, float]) -> ProductDims:
     """Return the dims of the product that ``flops_of_op`` counts, on one rank."""
     rule = op.rule
     if has_formula(op.target):
-        return dims_of(op.node, _local_shapes(op, work, shards))
+        shapes = [  # of each tensor on one rank
+            [
+                n / math.prod(shards.get(f, 1) for f in dim)
+                for n, dim in zip(shape, dims, strict=True)
+            ]
+            for shape, dims in zip(work.shapes, rule.tensors, strict=True)
+        ]
+        return dims_of(op.node, shapes)
     if len(rule.operands) != 2 or len(rule.results) != 1:
         return NO_DIMS
     left, right, result = ({f for dim in t for f in dim} for t in rule.tensors)
     size = {f: n / shards.get(f, 1) for f, n in rule.size.items()}
     return dims_of_factors(left, right, result, size)
-
-
-def _local_shapes(op: Op, work: Work, shards: Mapping[str, float]) -> Shapes:
-    """Return the shape of each tensor on one rank."""
-    return [
-        [
-            n / math.prod(shards.get(f, 1) for f in dim)
-            for n, dim in zip(shape, dims, strict=True)
-        ]
-        for shape, dims in zip(work.shapes, op.rule.tensors, strict=True)
-    ]
 
 
 def flops_of_op(op: Op) -> float:
@@ -259,32 +252,13 @@ def swap_seconds(op: Op, strategy: Strategy, mesh: Mesh, on: Hardware) -> float 
     if obstacle(size[queries] // ranks, size[keys], ranks) is not None:
         return None
     total, permute = 0.0, along("permute", mesh, mesh.ordered(axes))
-    for nbytes, is_result in _with_factor(op, strategy, mesh, queries):
+    tensors, tensor_specs = tensors_at(op.node), specs(op.rule, strategy)
+    for i in op.rule.where[queries]:
+        nbytes = nbytes_of(tensors[i]) / mesh.count(tensor_specs[i].sharded_axes)
         # A half is copied before it is sent; of a result both are joined.
-        copied = nbytes + 2 * nbytes * is_result
+        copied = nbytes + 2 * nbytes * (i >= len(op.operands))
         total += permute.seconds(nbytes / 2) + on.streaming(copied)
     return total
-
-
-def _with_factor(
-    op: Op, strategy: Strategy, mesh: Mesh, factor: str
-) -> list[tuple[float, bool]]:
-    """Return (bytes on one rank, whether it is a result) of each tensor that has a
-    factor."""
-    operands = [node.meta["val"] for node in tensor_nodes(op.node)]
-    out = []
-    for i, dims in enumerate(op.rule.tensors):
-        if not any(factor in dim for dim in dims):
-            continue
-        place = i - len(operands)
-        spec = (
-            operand_spec(op.rule, strategy, i)
-            if place < 0
-            else result_spec(op.rule, strategy, place)
-        )
-        value = operands[i] if place < 0 else tensors_of(op.node.meta["val"])[place]
-        out.append((nbytes_of(value) / mesh.count(spec.sharded_axes), place >= 0))
-    return out
 
 
 # The time of a kernel that does not run.
@@ -364,26 +338,18 @@ def _works(
     launched: Mapping[int, int],
     runs: Sequence[tuple[int, int]],
 ) -> Iterator[Work]:
-    """Yield the work of each op, one object for equal ops. An attention has its own,
-    since it looks at its mask."""
-    work_of_key: dict[Any, Work] = {}
+    """Yield the work of each op."""
     for i, op in enumerate(program.ops):
-        traffic, launches = tuple(moved.get(i, ())), launched[i]
-        is_twice = NEVER not in runs[i]
-        key = op.kind, op.rule, traffic, launches, is_twice
-        work = work_of_key.get(key)
-        if work is None:
-            work = work_of(op, program.values, traffic, launches, program.balances)
-            if is_twice:
-                kind, operations = work.light
-                work = replace(
-                    work,
-                    flops=2 * work.flops,
-                    hidden_flops=2 * work.hidden_flops,
-                    light=(kind, 2 * operations),
-                )
-            if query_position(op.target) is None:
-                work_of_key[key] = work
+        traffic = tuple(moved.get(i, ()))
+        work = work_of(op, program.values, traffic, launched[i], program.balances)
+        if NEVER not in runs[i]:  # the backward computes it again
+            kind, operations = work.light
+            work = replace(
+                work,
+                flops=2 * work.flops,
+                hidden_flops=2 * work.hidden_flops,
+                light=(kind, 2 * operations),
+            )
         yield work
 
 

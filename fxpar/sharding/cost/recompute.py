@@ -170,25 +170,17 @@ def tag(node: fx.Node) -> bool | None:
     """Return whether a value is tagged to be computed again; None if it has no tag. The
     input of a later checkpointed region is kept, as in AOTAutograd: else the last
     region would be computed from the inputs of the first."""
-    is_again = _own_tag(node)
-    if is_again and any(_is_of_later_region(node, user) for user in node.users):
-        return False
-    return is_again
+    is_again, region = _own_tag(node), node.meta.get("ac_graph_id")
+    if not is_again or region is None:
+        return is_again
+    later = (x for x in node.users if (x.meta.get("ac_graph_id") or region) > region)
+    return not any(_own_tag(user) for user in later)
 
 
 def _own_tag(node: fx.Node) -> bool | None:
     if node.target is operator.getitem:
         return _own_tag(node.args[0])
     return _TAGGED.get(node.meta.get("recompute"))
-
-
-def _is_of_later_region(node: fx.Node, user: fx.Node) -> bool:
-    """Return whether ``user`` is computed again in a checkpointed region after the one
-    of ``node``."""
-    own, others = (x.meta.get("ac_graph_id") for x in (node, user))
-    if own is None or others is None or others <= own:
-        return False
-    return _own_tag(user) is True
 
 
 def _is_lighter(

@@ -9,6 +9,7 @@ pairs. Sizes left open are taken as they were traced. Never: reads values of a m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any
@@ -144,11 +145,7 @@ def _blocks(node: fx.Node, names: tuple[str, ...]) -> Iterator[_Block]:
     )
     for ahead in (near, far):
         yield queries, keys // 2, ahead
-        yield queries, keys // 2, (_less, ahead, gap)
-
-
-def _less(a: int, b: int) -> int:
-    return a - b
+        yield queries, keys // 2, (operator.sub, ahead, gap)
 
 
 def _expression(x: Any) -> Any:

@@ -66,18 +66,16 @@ FAMILIES = (
 
 # Families whose kernels reject empty tensors, and get a row of zeros instead; and
 # families that reject that too, or must not get it.
-_FILLED = (convolution, pools, resampling, attention)
-_NEVER_EMPTY = (linalg, statistics)
-
-
-def _row_in(module: Any, row: Row) -> Row:
-    if row.empty is not None or module not in (*_FILLED, *_NEVER_EMPTY):
-        return row
-    return replace(row, empty="fill" if module in _FILLED else "never")
+_EMPTY: dict[Any, str] = {
+    **dict.fromkeys((convolution, pools, resampling, attention), "fill"),
+    **dict.fromkeys((linalg, statistics), "never"),
+}
 
 
 _ROWS: dict[Any, Row] = {
-    op: _row_in(module, row) for module in FAMILIES for op, row in module.ROWS.items()
+    op: replace(row, empty=row.empty or _EMPTY.get(module))
+    for module in FAMILIES
+    for op, row in module.ROWS.items()
 }
 
 # The rows by op: rules, local forms (features add theirs), and facts.

@@ -356,16 +356,6 @@ def _captured(*groups: Sequence[Any]) -> Names:
     return [["_"] * x.dim() for x in tensors_of(groups)]
 
 
-def _flex_words(
-    q: torch.Tensor, k: torch.Tensor, queries: bool, keys: bool
-) -> Heads | None:
-    """Return words of the tensors; a batch of one key serves all queries."""
-    heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
-    if heads is None or k.shape[0] == q.shape[0]:
-        return heads
-    return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
-
-
 def _lists(heads: Heads, mask: Sequence[Any], query_block: str) -> Names | None:
     """Return words of a block mask's tensors, which have a row for each batch and head,
     or one for all; the first four have a row for each block of queries. Tensors by
@@ -407,10 +397,13 @@ def _words_of(
     """Return words of a call, and of the tensors of its mask; queries and keys are
     split in blocks of the mask if it has several. None where words do not fit."""
     query_blocks, key_blocks = _in_blocks(q, k, mask)
-    splits = query_blocks is not None, key_blocks is not None
-    heads = _flex_words(q, k, *splits)
+    splits = {"queries": query_blocks is not None, "keys": key_blocks is not None}
+    heads = heads_of(q, k, **splits, masked=True)
     if heads is None:
         return None
+    if k.shape[0] != q.shape[0]:  # a batch of one key serves all queries
+        key, value = (["_", *words[1:]] for words in (heads.key, heads.value))
+        heads = replace(heads, key=key, value=value)
     query_block = "_"
     sizes: list[tuple[str, int]] = []
     if query_blocks is not None and query_blocks > 1:

@@ -70,33 +70,34 @@ def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> str | R
     return text(operand, places, results=[places])
 
 
-def _scatter(accumulate: bool):
-    """Return the rule function of scatters into ``x`` along ``dim``, from ``src`` or a
-    scalar."""
-
-    def factors(
-        x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, *_: Any, **__: Any
-    ) -> str | Rule:
-        tensors = [index, src] if isinstance(src, torch.Tensor) else [index]
-        if not x.dim() or any(t.dim() != x.dim() for t in tensors):
-            return whole(x, *tensors)
-        dim %= x.dim()
-        operand, updates = [], []
-        for d, n in enumerate(x.shape):
-            sizes = [t.shape[d] for t in tensors]
-            # Only the first part of a longer src is read, at the index's own place.
-            has_one_size = len(set(sizes)) == 1
-            if d == dim:
-                operand.append("s")
-                updates.append("i" if accumulate and has_one_size else "_")
-            else:
-                operand.append(f"d{d}" if has_one_size and sizes[0] == n else "_")
-                updates.append(operand[-1])
-        return text(
-            updated(operand, accumulate), *[updates] * len(tensors), results=[operand]
-        )
-
-    return factors
+def _scatter(
+    accumulate: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: Any,
+    *_: Any,
+    **__: Any,
+) -> str | Rule:
+    """Return the rule of scatters into ``x`` along ``dim``; ``src`` may be a scalar."""
+    tensors = [index, src] if isinstance(src, torch.Tensor) else [index]
+    if not x.dim() or any(t.dim() != x.dim() for t in tensors):
+        return whole(x, *tensors)
+    dim %= x.dim()
+    operand, updates = [], []
+    for d, n in enumerate(x.shape):
+        sizes = [t.shape[d] for t in tensors]
+        # Only the first part of a longer src is read, at the index's own place.
+        has_one_size = len(set(sizes)) == 1
+        if d == dim:
+            operand.append("s")
+            updates.append("i" if accumulate and has_one_size else "_")
+        else:
+            operand.append(f"d{d}" if has_one_size and sizes[0] == n else "_")
+            updates.append(operand[-1])
+    return text(
+        updated(operand, accumulate), *[updates] * len(tensors), results=[operand]
+    )
 
 
 def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str | Rule:
@@ -104,38 +105,35 @@ def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str
     place at once."""
     name = reduce if reduce is not None else args[4]
     adds = name in ("sum", "add") and kwargs.get("include_self", True)
-    return _scatter(adds)(*args[:4])
+    return _scatter(adds, *args[:4])
 
 
-def _index_update(accumulate: bool):
-    """Return the rule function of updates of slices of ``x`` along ``dim``: index_add,
-    _copy, _fill, _reduce."""
-
-    def factors(
-        x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *_: Any, **__: Any
-    ) -> str | Rule | None:
-        if not x.dim():
-            return whole(x, index, source)
-        dim %= x.dim()
-        operand, updates = names(x.dim()), names(x.dim())
-        operand[dim] = "s"
-        updates[dim] = "i" if accumulate and index.dim() else "_"
-        tensors = [[updates[dim]] * index.dim()]
-        if isinstance(source, torch.Tensor):
-            if source.dim() not in (0, x.dim()):
-                return None
-            tensors.append(updates if source.dim() else [])
-        return text(updated(operand, accumulate), *tensors, results=[operand])
-
-    return factors
+def _index_update(
+    accumulate: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: Any,
+    *_: Any,
+    **__: Any,
+) -> str | Rule | None:
+    """Return the rule of updates of slices of ``x`` along ``dim``: index_add, _copy,
+    _fill, _reduce."""
+    if not x.dim():
+        return whole(x, index, source)
+    dim %= x.dim()
+    operand, updates = names(x.dim()), names(x.dim())
+    operand[dim] = "s"
+    updates[dim] = "i" if accumulate and index.dim() else "_"
+    tensors = [[updates[dim]] * index.dim()]
+    if isinstance(source, torch.Tensor):
+        if source.dim() not in (0, x.dim()):
+            return None
+        tensors.append(updates if source.dim() else [])
+    return text(updated(operand, accumulate), *tensors, results=[operand])
 
 
 # Losses and searches
-
-
-def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
-    words = names(x.dim())
-    return text(words, ["k"], results=[words])
 
 
 def _searchsorted(
@@ -320,21 +318,13 @@ def _advanced(x: torch.Tensor, indices: Indices, free: bool = True) -> _Advanced
     )
 
 
-def _index(x: torch.Tensor, indices: Indices) -> str | None:
-    dims = _advanced(x, indices)
-    if dims is None:
-        return None
-    return text(dims.operand, *dims.indices, results=[dims.result])
-
-
-def _masked_index(
-    x: torch.Tensor, mask: torch.Tensor, indices: Indices, fill: Any
-) -> str | None:
-    advanced = _advanced(x, indices, free=False)
+def _index(x: torch.Tensor, *masks_indices: Any) -> str | None:
+    *masks, indices = masks_indices
+    advanced = _advanced(x, indices, free=not masks)
     if advanced is None:
         return None
-    where = align(mask.shape, advanced.shape, advanced.result)
-    return text(advanced.operand, where, *advanced.indices, results=[advanced.result])
+    where = [align(mask.shape, advanced.shape, advanced.result) for mask in masks]
+    return text(advanced.operand, *where, *advanced.indices, results=[advanced.result])
 
 
 def _whole(words: Sequence[str]) -> list[str]:
@@ -534,7 +524,7 @@ ROWS = {
     **rows("index_select", None, facts="gathers"),
     **rows(
         "scatter.src scatter.value",
-        _scatter(False),
+        partial(_scatter, False),
         linear="0+3",
         local=partial(_local_update, by_element=True),
         along=1,
@@ -548,7 +538,7 @@ ROWS = {
     ),
     **rows(
         "scatter_add",
-        _scatter(True),
+        partial(_scatter, True),
         linear="0+3",
         local=partial(_local_update, by_element=True, adds=True),
         along=1,
@@ -556,18 +546,21 @@ ROWS = {
     ),
     **rows(
         "index_add",
-        _index_update(True),
+        partial(_index_update, True),
         linear="0+3",
         local=partial(_local_update, by_element=False, adds=True),
         facts="scatters",
     ),
     **rows(
         "index_reduce",
-        _index_update(False),
+        partial(_index_update, False),
         local=partial(_local_update, by_element=False),
         facts="scatters",
     ),
-    **rows("bucketize.Tensor", _bucketize),
+    **rows(
+        "bucketize.Tensor",
+        lambda x, ends, **_: text(n := names(x.dim()), ["k"], results=[n]),
+    ),
     **rows("searchsorted.Tensor", _searchsorted),
     **rows("masked_scatter", whole),
     **rows(
@@ -586,7 +579,7 @@ ROWS = {
     ),
     **rows(
         "_unsafe_masked_index",
-        _masked_index,
+        lambda x, mask, indices, _: _index(x, mask, indices),
         local=_local_masked_index,
         facts="gathers",
     ),

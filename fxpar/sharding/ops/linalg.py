@@ -11,21 +11,13 @@ Never: splits the dims of one matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.op_table import aligned, make, rows, tensors_of
-
-Form = list[list[str]]
-
-
-def _parse(form: str) -> tuple[Form, Form]:
-    """Return the words of operands and results that follow the batch dims."""
-    sides = form.replace("...", "").split("->")
-    left, right = ([t.split() for t in side.split(",")] for side in sides)
-    return left, right
 
 
 def _rule(
@@ -38,7 +30,11 @@ def _rule(
     """Return the rule of one call. ``empty``: results the call leaves out, one dim of
     size 0. ``like``: result -> operand whose batch dims it has instead of the common
     ones."""
-    operand_cores, result_cores = _parse(form)
+    # The words that follow the batch dims.
+    operand_cores, result_cores = (
+        [t.split() for t in side.split(",")]
+        for side in form.replace("...", "").split("->")
+    )
     batch, batch_words = aligned(
         [
             t.shape[: t.ndim - len(c)]
@@ -90,16 +86,12 @@ def solve_ex(
     return _rule(form, [a, b], like={1: 0, 2: 0, 3: 0})
 
 
-def by_side(form: str) -> Callable[..., Rule]:
-    """Return the rule function of a form in which ``B`` is a right-hand side, of calls
+def by_side(form: str, *args: Any, left: bool = True, **_: Any) -> Rule:
+    """Return the rule of a form in which ``B`` is a right-hand side, of calls
     ``(tensors..., left, ...)``, also by name."""
-
-    def rule_of_call(*args: Any, left: bool = True, **_: Any) -> Rule:
-        tensors = tensors_of(args)
-        left = args[len(tensors)] if len(args) > len(tensors) else left
-        return _rule(form.replace("B", _columns(left)), tensors)
-
-    return rule_of_call
+    tensors = tensors_of(args)
+    left = args[len(tensors)] if len(args) > len(tensors) else left
+    return _rule(form.replace("B", _columns(left)), tensors)
 
 
 MATRIX = batched("... _ _ -> ... _ _")
@@ -136,7 +128,7 @@ ROWS = {
     ),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),
-    **rows("ormqr", by_side("... _ _, ... _, B -> B"), linear="2"),
+    **rows("ormqr", partial(by_side, "... _ _, ... _, B -> B"), linear="2"),
     **rows(
         "linalg_lu",
         batched(
@@ -156,9 +148,9 @@ ROWS = {
     **rows("_linalg_det", batched("... _ _ -> ..., ... _ _, ... _")),
     **rows("_linalg_slogdet", batched("... _ _ -> ..., ..., ... _ _, ... _")),
     **rows("_linalg_solve_ex", solve_ex),
-    **rows("linalg_solve_triangular", by_side("... _ _, B -> B"), linear="1"),
+    **rows("linalg_solve_triangular", partial(by_side, "... _ _, B -> B"), linear="1"),
     **rows("triangular_solve", batched("... _ k, ... _ _ -> ... _ k, ... _ _")),
-    **rows("linalg_lu_solve", by_side("... _ _, ... _, B -> B"), linear="2"),
+    **rows("linalg_lu_solve", partial(by_side, "... _ _, ... _, B -> B"), linear="2"),
     **rows(
         "linalg_ldl_solve", batched("... _ _, ... _, ... _ k -> ... _ k"), linear="2"
     ),

@@ -141,11 +141,6 @@ def _scaled_mm_v2(
 # part of the rows counts from its first.
 
 
-def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-    """Return (operand, dim) of a grouped product that the offsets count along."""
-    return (1, 1) if x.ndim == 3 else (0, 0 if y.ndim == 3 else 1)
-
-
 def _grouped_mm(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -293,8 +288,10 @@ def _local_grouped_mm(
     **options: Any,
 ) -> fx.Node:
     if offs is not None:
-        at = counted_dim(x.meta["val"], y.meta["val"])
-        offs = _counted(call, offs, *at)
+        x_ndim, y_ndim = x.meta["val"].ndim, y.meta["val"].ndim
+        # (operand, dim) that the offsets count along.
+        along = (1, 1) if x_ndim == 3 else (0, 0 if y_ndim == 3 else 1)
+        offs = _counted(call, offs, *along)
     return call.same(x, y, offs, *args, **options)
 
 

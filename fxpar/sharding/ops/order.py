@@ -61,40 +61,35 @@ def running_choice(x: torch.Tensor, dim: int) -> Rule:
     return replace(rule, empty="never")
 
 
-def choice(*, results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of ops called as ``(x, dim, keepdim=False)`` that give
-    one row of each column, or its place."""
-
-    def rule_of_call(
-        x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
-    ) -> Rule:
-        if dim is None or x.ndim == 0:
-            return over(results=results)(x, dim, keepdim)
-        rows = 1 if keepdim else None
-        return _top_rows(x, at(dim, x.ndim), rows, results)
-
-    return rule_of_call
+def choice(
+    results: int,
+    x: torch.Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> Rule:
+    """Return the rule of ops called as ``(x, dim, keepdim=False)`` that give one row of
+    each column, or its place, or both."""
+    if dim is None or x.ndim == 0:
+        return over(results=results)(x, dim, keepdim)
+    return _top_rows(x, at(dim, x.ndim), 1 if keepdim else None, results)
 
 
 def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
-    if x.ndim == 0:
-        return make([[]], [[], []])
-    dim = at(dim, x.ndim)
-    return _with_candidates(_top_rows(x, dim, k, 2), dim, k)
+    return _of_candidates(x, k, dim, k)
 
 
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    """Return the rule; the candidates of a shard are its ``k`` smallest rows."""
+    return _of_candidates(x, k, dim, 1 if keepdim else None)
+
+
+def _of_candidates(x: torch.Tensor, k: int, dim: int, count: int | None) -> Rule:
+    """Return the rule of ``count`` rows of a dim, as for ``_top_rows``, with ``k``
+    candidates of each shard: ranks have at least as many rows, or equal shards."""
     if x.ndim == 0:
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
-    rule = _top_rows(x, dim, 1 if keepdim else None, 2, candidates=k)
-    return _with_candidates(rule, dim, k)
-
-
-def _with_candidates(rule: Rule, dim: int, k: int) -> Rule:
-    """Return the rule with at least ``k`` rows on each rank, or equal shards, as ranks
-    gather equally many candidates of each shard."""
+    rule = _top_rows(x, dim, count, 2, candidates=k)
     return replace(rule, least=tuple((f, k) for f in rule.operands[0][dim]))
 
 
@@ -165,14 +160,14 @@ def _product(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
     return call.build.call(aten.prod.dim_int, x, dim, True, dtype=dtype)
 
 
-def _logsumexp(call: LocalCall, x: fx.Node, dim: int) -> fx.Node:
-    return call.build.call(aten.logsumexp.default, x, [dim], True)
-
-
 _SCANS = {
     aten.cumsum.default: Scan(_sum, 0.0, aten.add.Tensor),
     aten.cumprod.default: Scan(_product, 1.0, aten.mul.Tensor),
-    aten.logcumsumexp.default: Scan(_logsumexp, -math.inf, aten.logaddexp.default),
+    aten.logcumsumexp.default: Scan(
+        lambda call, x, dim: call.build.call(aten.logsumexp.default, x, [dim], True),
+        -math.inf,
+        aten.logaddexp.default,
+    ),
 }
 
 
@@ -228,21 +223,15 @@ def _joined(
 Pair = tuple[fx.Node, fx.Node]
 
 
-def _candidates(
-    call: LocalCall, values: fx.Node, places: fx.Node, d: int, axes: Axes
-) -> Pair:
-    """Return the candidates of all shards, with their places in the whole dim."""
-    start = call.build.own_start(call.shapes[0][d], axes)
-    places = call.build.call(aten.add.Tensor, places, start)
-    return gathered(call, values, d, axes), gathered(call, places, d, axes)
-
-
 def _among(
     call: LocalCall, own: Pair, d: int, axes: Axes, choose: Callable[[fx.Node], Pair]
 ) -> Pair:
     """Return the rows that ``choose`` takes of all shards' candidates, and their
     places; ``own``: this shard's."""
-    values, places = _candidates(call, *own, d, axes)
+    values, places = own
+    start = call.build.own_start(call.shapes[0][d], axes)
+    places = call.build.call(aten.add.Tensor, places, start)  # in the whole dim
+    values, places = (gathered(call, x, d, axes) for x in (values, places))
     values, winner = choose(values)
     return values, call.build.call(aten.gather.default, places, d, winner)
 
@@ -326,7 +315,9 @@ def _local_choice_back(
     if not axes:
         return build.call(aten.scatter_add.default, zeros, d, places, grad)
     start = build.own_start(call.shapes[0][d], axes)
-    totals = gathered(call, _chosen_before(call, grad, places, start, d), d, axes)
+    before = call.where(build.call(aten.lt.Scalar, places, start), grad, 0)
+    before = build.call(aten.sum.dim_IntList, before, [d], True)
+    totals = gathered(call, before, d, axes)
     first = build.call(aten.slice.Tensor, places, d, 0, 1)
     first = gathered(call, first, d, axes)
     grad = build.call(aten.cat.default, [grad, totals], d)
@@ -335,15 +326,6 @@ def _local_choice_back(
     is_own = is_within(call, places, shape[d])
     places, grad = (call.where(is_own, x, 0) for x in (places, grad))
     return build.call(aten.scatter_add.default, zeros, d, places, grad)
-
-
-def _chosen_before(
-    call: LocalCall, grad: fx.Node, places: fx.Node, start: Any, d: int
-) -> fx.Node:
-    """Return the sum of the rows whose places are before this shard."""
-    before = call.build.call(aten.lt.Scalar, places, start)
-    rows = call.where(before, grad, 0)
-    return call.build.call(aten.sum.dim_IntList, rows, [d], True)
 
 
 def _local_topk(
@@ -378,16 +360,18 @@ def _local_kthvalue(
     return _squeezed(call, rows, d, keepdim)
 
 
+_PLACE, _ROW = partial(choice, 1), partial(choice, 2)
+
 ROWS = {
     **rows("cumsum", scan, linear="0", local=_local_scan, rows=1),
     **rows("cumprod", scan, local=_local_scan, rows=1),
     **rows("logcumsumexp", scan, local=_local_scan),
     **rows("cummax", running_choice, local=partial(_local_running, aten.ge.Tensor)),
     **rows("cummin", running_choice, local=partial(_local_running, aten.le.Tensor)),
-    **rows("argmax", choice(), local=partial(_local_row, least), places=0),
-    **rows("argmin", choice(), local=partial(_local_row, most), places=0),
-    **rows("max.dim", choice(results=2), local=partial(_local_row, least), places=1),
-    **rows("min.dim", choice(results=2), local=partial(_local_row, most), places=1),
+    **rows("argmax", _PLACE, local=partial(_local_row, least), places=0),
+    **rows("argmin", _PLACE, local=partial(_local_row, most), places=0),
+    **rows("max.dim", _ROW, local=partial(_local_row, least), places=1),
+    **rows("min.dim", _ROW, local=partial(_local_row, most), places=1),
     **rows("topk", topk, local=_local_topk, places=1, facts="orders alone"),
     **rows("kthvalue", kthvalue, local=_local_kthvalue, places=1, facts="orders"),
     **rows("fxpar::scan_back", _scan_back, local=_local_scan_back, facts="replaced"),

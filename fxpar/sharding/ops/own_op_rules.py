@@ -79,13 +79,6 @@ def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rul
     return replace(broadcast(x), passages=passages, moves=(moves,))
 
 
-def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> Rule:
-    """Return the rule of a sum over turns of a dim: each rank sums its own rows, so the
-    result is partial over the axes that split the dim."""
-    words = words_of(x)
-    return make([words], [["_" if i == dim else w for i, w in enumerate(words)]])
-
-
 def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
     """Return the rule of row ``i`` of part ``j`` of ``k`` becoming row ``i * k +
     j``."""
@@ -97,23 +90,16 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int) -> Rule | None:
     return moved(parts, [whole], {dim: pieces})
 
 
-def _ctc_words(targets: torch.Tensor) -> tuple[list[list[str]], str]:
-    """Return words of a CTC loss's operands, and of its batch: free where each sequence
-    has a row of targets; in targets joined end to end a sequence begins where the
-    lengths before it end."""
-    if targets.dim() == 2:
-        return [["t!", "n", "c!"], ["n", "s!"], ["n"], ["n"]], "n"
-    return [["t!", "n!", "c!"], ["s!"], ["n!"], ["n!"]], "n!"
-
-
-def _ctc(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> Rule:
-    operands, batch = _ctc_words(targets)
+def _ctc(is_backward: bool, *args: Any) -> Rule:
+    """Return the rule of a CTC loss, or of its backward. The batch is free where each
+    sequence has a row of targets; in targets joined end to end a sequence begins where
+    the lengths before it end."""
+    is_by_row = args[1 + is_backward].dim() == 2
+    batch, targets = ("n", ["n", "s!"]) if is_by_row else ("n!", ["s!"])
+    operands = [["t!", batch, "c!"], targets, [batch], [batch]]
+    if is_backward:
+        return make([[batch], *operands], [operands[0]])
     return make(operands, [[batch]])
-
-
-def _ctc_backward(grad: Any, log_probs: Any, targets: torch.Tensor, *_: Any) -> Rule:
-    operands, batch = _ctc_words(targets)
-    return make([[batch], *operands], [operands[0]])
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -164,7 +150,8 @@ def _edge(
 ) -> Rule:
     """Return the rule of a value that enters a region, or leaves it."""
     sizes = _sizes(mesh, axes)
-    layout = _on_axes(spec, sizes)
+    layout = Spec.parse(spec)
+    layout = layout.clear_of([axis for axis in layout.axes if axis not in sizes])
     words = [f"d{d}" for d in range(x.dim())]
     dims = zip(layout.dims, words, strict=True)
     outside = [(*map(factor, split_by), word) for split_by, word in dims]
@@ -193,14 +180,6 @@ def _sizes(mesh: str, axes: str) -> dict[str, int]:
     """Return the sizes of those axes, joined by ``+``, that have more than one rank."""
     all_sizes = Mesh.parse(mesh).sizes
     return {axis: all_sizes[axis] for axis in axes.split("+") if all_sizes[axis] > 1}
-
-
-def _on_axes(spec: str, sizes: Sizes) -> Spec:
-    """Return the spec of an edge without axes of one rank."""
-    layout = Spec.parse(spec)
-    alone = [axis for axis in layout.axes if axis not in sizes]
-    partial = [(axis, op) for axis, op in layout.partial if axis in sizes]
-    return Spec.of(layout.without(alone).dims, partial)
 
 
 def _collective(
@@ -394,11 +373,6 @@ def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx
     return call.build.contiguous(cut)
 
 
-def _local_dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
-    shapes = call.operand_shape(0), call.operand_shape(1)
-    return emit_dot(call.build, lhs, rhs, equation, shapes)
-
-
 def _local_random(call: LocalCall, *args: Any) -> fx.Node:
     """Return random numbers for the shard, by global index: equal to one device's
     numbers."""
@@ -472,7 +446,9 @@ ROWS = {
         "fxpar::dot",
         lambda lhs, rhs, equation: equation,
         linear="0|1",
-        local=_local_dot,
+        local=lambda call, lhs, rhs, equation: emit_dot(
+            call.build, lhs, rhs, equation, [call.operand_shape(i) for i in range(2)]
+        ),
         facts="replaced",
     ),
     **rows("fxpar::seeds", "-> n!"),
@@ -500,13 +476,14 @@ ROWS = {
     **rows("fxpar::shift", _shift, local=_local_shift, facts="replaced"),
     **rows(
         "fxpar::sum_turns",
-        _sum_turns,
+        # Each rank sums its own rows, so the result is partial over the dim's axes.
+        lambda x, dim, _: make([w := words_of(x)], [[*w[:dim], "_", *w[dim + 1 :]]]),
         linear="0",
         local=_local_sum_turns,
         facts="replaced",
     ),
-    **rows("fxpar::ctc", _ctc),
-    **rows("fxpar::ctc_backward", _ctc_backward, linear="0"),
+    **rows("fxpar::ctc", partial(_ctc, False)),
+    **rows("fxpar::ctc_backward", partial(_ctc, True), linear="0"),
     **rows(
         "fxpar::interleave",
         _interleave,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,47 +75,21 @@ def _exact(source: torch.dtype, target: torch.dtype) -> Sequence[str]:
     return MONOTONE if source == torch.bool or grows else ()
 
 
-def _to_copy(x: torch.Tensor, *, dtype: Any = None, **_: Any) -> Sequence[str]:
+def _cast(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     return _exact(x.dtype, dtype or x.dtype)
 
 
-def _convert(x: torch.Tensor, dtype: torch.dtype) -> Sequence[str]:
-    return _exact(x.dtype, dtype)
-
-
-def _copy(x: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Sequence[str]:
-    return _exact(source.dtype, x.dtype)
-
-
-def _blend(value: Any) -> Sequence[str]:
-    """Return the reductions of a value that is this constant elsewhere, equal on every
-    rank."""
-    return LINEAR + MONOTONE if value == 0 else MONOTONE
-
-
 def _blended(place: int) -> Callable[..., Sequence[str]]:
-    """Return the function of the reductions of a call whose argument ``place`` is that
-    constant."""
-    return lambda *args: _blend(args[place])
+    """Return the function of the reductions of a call whose argument ``place`` is the
+    constant, equal on every rank, of all other elements."""
+    return lambda *args: LINEAR + MONOTONE if args[place] == 0 else MONOTONE
 
 
-def _division(x: Any, other: Any, *, rounding_mode: str | None) -> Sequence[str]:
-    return LINEAR if rounding_mode is None else ()
-
-
-def _extremum(reduction: str) -> Callable[..., Rule]:
-    """Return the rule function of a maximum of two: monotone in each, and passes maxima
-    of both at once."""
-
-    def rule_of_call(x: torch.Tensor, y: torch.Tensor) -> Rule:
-        passages = (
-            Passage((0, 1), (reduction,)),
-            Passage((0,), MONOTONE),
-            Passage((1,), MONOTONE),
-        )
-        return replace(broadcast(x, y), passages=passages)
-
-    return rule_of_call
+def _extremum(reduction: str, x: torch.Tensor, y: torch.Tensor) -> Rule:
+    """Return the rule of a maximum of two: monotone in each, and passes maxima of both
+    at once."""
+    each = (Passage((i,), MONOTONE) for i in range(2))
+    return replace(broadcast(x, y), passages=(Passage((0, 1), (reduction,)), *each))
 
 
 # Nothing passes through these while partial. Others of the kind have a tag, by which
@@ -185,8 +160,8 @@ ROWS = {
     **rows("exp sigmoid prims::exp", broadcast, monotone="0", work="exp"),
     **rows("tanh prims::tanh", broadcast, monotone="0", work="tanh"),
     **rows("frexp.Tensor prims::frexp", broadcast_two),
-    **rows("maximum prims::maximum", _extremum("max")),
-    **rows("minimum prims::minimum", _extremum("min")),
+    **rows("maximum prims::maximum", partial(_extremum, "max")),
+    **rows("minimum prims::minimum", partial(_extremum, "min")),
     **rows(
         "add.Tensor sub.Tensor rsub.Tensor addcdiv lerp.Scalar lerp.Tensor complex "
         "prims::add prims::sub",
@@ -203,7 +178,7 @@ ROWS = {
     ),
     **rows(
         "div.Tensor_mode div.Scalar_mode",
-        _passing(_division, 0),
+        _passing(lambda *_, rounding_mode: () if rounding_mode else LINEAR, 0),
         work="root",
         facts="scales",
     ),
@@ -221,8 +196,8 @@ ROWS = {
     **rows("detach", broadcast, movement="0", facts="keeps_order renames"),
     **rows("lift_fresh_copy", broadcast, movement="0", facts="keeps_order moves"),
     **rows("_lazy_clone", broadcast, movement="0", facts="moves"),
-    **rows("_to_copy", _passing(_to_copy, 0), facts="copies casts"),
-    **rows("copy", _passing(_copy, 1)),
+    **rows("_to_copy", _passing(_cast, 0), facts="copies casts"),
+    **rows("copy", _passing(lambda x, y, *_, **__: _exact(y.dtype, x.dtype), 1)),
     **rows("prims::fma", broadcast, linear="0+2|1+2"),
     **rows(
         "prims::copy_strided",
@@ -230,5 +205,9 @@ ROWS = {
         movement="0",
         local=_local_copy_strided,
     ),
-    **rows("prims::convert_element_type", _passing(_convert, 0), facts="casts"),
+    **rows(
+        "prims::convert_element_type",
+        _passing(lambda x, dtype: _exact(x.dtype, dtype), 0),
+        facts="casts",
+    ),
 }

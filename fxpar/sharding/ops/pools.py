@@ -103,39 +103,31 @@ def _slid(pool: _Pool, k: int) -> list[SlidingWindow]:
     return windows(pool.kernel, pool.stride, pool.padding, dilation, k)
 
 
-def _pool_of(
-    kind: Callable[..., _Pool], results: int = 1, reads: int = 0
-) -> Callable[..., Rule]:
-    """Return the rule function of pools with ``results`` results; of their backwards,
-    which read ``reads`` tensors that have windows, and the pooled one as the second
-    operand."""
-
-    def rule(k: int, *args: Any, **kwargs: Any) -> Rule:
-        x, *settings = args[1:] if reads else args
-        if reads == 2:  # maxima have places
-            *settings, _ = settings
-        pool, many = kind(*settings, **kwargs), x.shape[-k:]
-        slid = _slid(pool, k)
-        few = args[0].shape[-k:]
-        if not reads:
-            pairs = zip(slid, many, strict=True)
-            few = [window.count(int(n), pool.ceil) for window, n in pairs]
-        spatial = spatial_dims(slid, many, few, pool.may_be_halo)
-        words = [*names(x.dim() - k), *spatial.words]
-        rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
-        position = reads + 1 if reads else 0  # of the tensor that has rows
-        return replace(rule, windows=spatial.windows(position, x.dim() - k))
-
-    return rule
-
-
-def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
-    return _pool_of(_Maximum, 2)(len(kernel), x, kernel, *rest)
-
-
-def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> str:
-    """Return the rule; positions are given by the window, and the offset in it."""
-    return spatial(0, x)
+def _pool(
+    kind: Callable[..., _Pool],
+    results: int,
+    reads: int,
+    k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Rule:
+    """Return the rule of pools of ``k`` dims with ``results`` results; of their
+    backwards, which read ``reads`` tensors that have windows, and the pooled one as the
+    second operand."""
+    x, *settings = args[1:] if reads else args
+    if reads == 2:  # maxima have places
+        *settings, _ = settings
+    pool, many = kind(*settings, **kwargs), x.shape[-k:]
+    slid = _slid(pool, k)
+    few = args[0].shape[-k:]
+    if not reads:
+        pairs = zip(slid, many, strict=True)
+        few = [window.count(int(n), pool.ceil) for window, n in pairs]
+    spatial = spatial_dims(slid, many, few, pool.may_be_halo)
+    words = [*names(x.dim() - k), *spatial.words]
+    rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
+    position = reads + 1 if reads else 0  # of the tensor that has rows
+    return replace(rule, windows=spatial.windows(position, x.dim() - k))
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
@@ -145,10 +137,6 @@ def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
     words = [*names(x.dim() - k), *["_"] * k]
     batch = ["_"] * (samples.dim() - 1 - (x.dim() - k)) + words[:-k] + ["_"]
     return text(words, batch, results=[words, words])
-
-
-def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str:
-    return spatial(len(args[0]), grad, x, args[-1])
 
 
 # Local forms
@@ -178,12 +166,6 @@ def _local_maximum(k: int, call: LocalCall, x: fx.Node, *settings: Any) -> fx.No
     """Return maxima, and where in its window each is."""
     fill = least(x.meta["val"].dtype)
     return _pooled(k, fill, call, x, _Maximum(*settings))
-
-
-def _local_maximum_with_places(
-    k: int, call: LocalCall, x: fx.Node, *settings: Any
-) -> Any:
-    return _with_places(k, call, _local_maximum(k, call, x, *settings))
 
 
 def _with_places(
@@ -527,6 +509,9 @@ def _local_adaptive_maximum_backward(
     return add_halo_rows(call, gradient, 3)
 
 
+# The rule function of maxima with their places.
+_MAXIMA = partial(_pool, _Maximum, 2, 0)
+
 # Kind of work, and position of the argument with the window's size.
 _POOL: dict[str, Any] = {"work": "pool", "window": 1}
 _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
@@ -534,7 +519,7 @@ _POOL_BACKWARD: dict[str, Any] = {"work": "pool", "window": 2}
 ROWS = {
     **rows(
         "prims::_low_memory_max_pool_with_offsets",
-        _low_memory_pool,
+        lambda x, kernel, *rest: _MAXIMA(len(kernel), x, kernel, *rest),
         local=lambda call, x, kernel, *rest: _local_maximum(
             len(kernel), call, x, kernel, *rest
         ),
@@ -542,26 +527,26 @@ ROWS = {
     ),
     **rows(
         "prims::_low_memory_max_pool_offsets_to_indices",
-        _low_memory_indices,
+        lambda x, *_: spatial(0, x),  # of windows, and places in them
         local=_local_offsets_to_indices,
     ),
     **rows("fractional_max_pool2d fractional_max_pool3d", _fractional_pool),
     **rows(
         "fractional_max_pool2d_backward fractional_max_pool3d_backward",
-        _fractional_pool_backward,
+        lambda grad, x, size, *rest: spatial(len(size), grad, x, rest[-1]),
         linear="0",
     ),
     **by_rank(
         "max_pool{}d_with_indices",
         (2, 3),
-        _pool_of(_Maximum, 2),
-        _local_maximum_with_places,
+        _MAXIMA,
+        lambda k, call, *args: _with_places(k, call, _local_maximum(k, call, *args)),
         **_POOL,
     ),
     **by_rank(
         "max_pool{}d_with_indices_backward",
         (2, 3),
-        _pool_of(_Maximum, reads=2),
+        partial(_pool, _Maximum, 1, 2),
         _local_maximum_backward,
         linear="0",
         **_POOL_BACKWARD,
@@ -569,7 +554,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d",
         (2, 3),
-        _pool_of(_Average),
+        partial(_pool, _Average, 1, 0),
         _local_average,
         linear="0",
         **_POOL,
@@ -577,7 +562,7 @@ ROWS = {
     **by_rank(
         "avg_pool{}d_backward",
         (2, 3),
-        _pool_of(_Average, reads=1),
+        partial(_pool, _Average, 1, 1),
         _local_average_backward,
         linear="0",
         **_POOL_BACKWARD,

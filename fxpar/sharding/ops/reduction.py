@@ -85,46 +85,30 @@ def over(
 over_all = partial(over, dim=None, keep=None)
 
 
-def truth(reduction: str) -> Callable[..., Rule]:
-    """Return the rule function of any and all. A partial operand passes only as bools:
-    a partial integer may be zero where the whole one is not. An empty list of dims
-    reduces none."""
-
-    def rule_of_call(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
-        dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
-        passes = (reduction,) if x.dtype == torch.bool else ()
-        return _reduced(x, dims, keepdim, whole=False, passes=passes)
-
-    return rule_of_call
+def truth(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
+    """Return the rule of ``any``. A partial operand passes only as bools: a partial
+    integer may be zero where the whole one is not. An empty list of dims reduces
+    none."""
+    dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
+    passes = ("max",) if x.dtype == torch.bool else ()
+    return _reduced(x, dims, keepdim, whole=False, passes=passes)
 
 
-def averaged(rule: Callable[..., Rule]) -> Callable[..., Rule]:
-    """Return the rule function of a mean. With unequal shards the values that ranks
-    average are up to the number of ranks times the mean, which may overflow float16."""
-
-    def rule_of_call(x: torch.Tensor, *args: Any, **how: Any) -> Rule:
-        mean = rule(x, *args, **how)
-        if (how.get("dtype") or x.dtype) != torch.float16:
-            return mean
-        return replace(mean, evenly=mean.contracted)
-
-    return rule_of_call
-
-
-def power_sum(
-    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
+def averaged(
+    rule: Callable[..., Rule], x: torch.Tensor, *args: Any, **how: Any
 ) -> Rule:
-    return _reduced(x, all_at(dim, x.ndim), keepdim, whole=False)
+    """Return the rule of a mean. With unequal shards the values that ranks average are
+    up to the number of ranks times the mean, which may overflow float16."""
+    mean = rule(x, *args, **how)
+    if (how.get("dtype") or x.dtype) != torch.float16:
+        return mean
+    return replace(mean, evenly=mean.contracted)
 
 
-def along(*, results: int = 1) -> Callable[..., Rule]:
-    """Return the rule function of ops called as ``(x, dim, ...)`` that keep the shape
-    and need ``dim`` whole."""
-
-    def rule_of_call(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
-        return keeping(x, {at(dim, x.ndim)}, results)
-
-    return rule_of_call
+def along(x: torch.Tensor, dim: int = -1, *_: Any, results: int = 1, **__: Any) -> Rule:
+    """Return the rule of ops called as ``(x, dim, ...)`` that keep the shape and need
+    ``dim`` whole."""
+    return keeping(x, {at(dim, x.ndim)}, results)
 
 
 def layer_norm(x: torch.Tensor, shape: Sequence[int], *rest: Any) -> Rule:
@@ -135,10 +119,6 @@ def layer_norm(x: torch.Tensor, shape: Sequence[int], *rest: Any) -> Rule:
     affine = [words[first:]] * len(tensors_of(rest))
     statistics = [*words[:first], *["_"] * len(shape)]
     return make([words, *affine], [words, statistics, statistics])
-
-
-def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
-    return _reduced(x, all_at(dim, x.ndim), True, results=2)
 
 
 def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
@@ -174,18 +154,6 @@ def linear_cross_entropy(
         for words, is_asked in zip(gradients, rest[-3:], strict=True)
     ]
     return make(operands, [[], *results])
-
-
-def linear_cross_entropies(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    classes: torch.Tensor | None,
-    *_: Any,
-) -> Rule:
-    """Return the rule of the loss of each sample."""
-    return make(_logits("n", target, bias, classes), [["n"]])
 
 
 def _logits(
@@ -285,14 +253,14 @@ ROWS = {
     **rows("sum.dim_IntList", over(**ADDED), **SUM, along=1, facts="by_row"),
     **rows(
         "mean",
-        averaged(over_all(**ADDED)),
+        partial(averaged, over_all(**ADDED)),
         **MEAN,
         local=_local_mean,
         facts="by_row of_all",
     ),
     **rows(
         "mean.dim",
-        averaged(over(**ADDED)),
+        partial(averaged, over(**ADDED)),
         **MEAN,
         local=_local_mean,
         along=1,
@@ -309,7 +277,7 @@ ROWS = {
     ),
     **rows("max", over_all(**MAX), reduce="max", local=_LARGEST, facts="of_all"),
     **rows("min", over_all(**MIN), reduce="min", local=_SMALLEST, facts="of_all"),
-    **rows("any any.dim any.dims", truth("max"), reduce="max"),
+    **rows("any any.dim any.dims", truth, reduce="max"),
     **rows("prod", over_all(**PRODUCT), reduce="product"),
     **rows("prod.dim_int", over(**PRODUCT), reduce="product"),
     **rows("median.dim", over(results=2), facts="orders alone"),
@@ -324,20 +292,31 @@ ROWS = {
     **rows("var", over_all()),
     **rows("var_mean", over_all(results=2)),
     **rows("mode", over(-1, results=2), facts="orders"),
-    **rows("linalg__powsum", power_sum),
+    **rows("linalg__powsum", over(dim=2, keep=3, **ADDED)),
     # Inductor decomposes these; graphs that are traced without its table have them.
-    **rows("_softmax", along(), rows=1, work="exp", along=1, facts="by_row"),
-    **rows("_log_softmax", along(), rows=1, work="exp", along=1),
+    **rows("_softmax", along, rows=1, work="exp", along=1, facts="by_row"),
+    **rows("_log_softmax", along, rows=1, work="exp", along=1),
     **rows("native_layer_norm", layer_norm, empty="fill"),
-    **rows("sort sort.stable", along(results=2), places=1, facts="orders alone"),
+    **rows(
+        "sort sort.stable",
+        partial(along, results=2),
+        places=1,
+        facts="orders alone",
+    ),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
     **rows(f"torch_nn::{LINEAR_LOSS}", linear_cross_entropy),
-    **rows(f"torch_nn::{LINEAR_LOSS}_no_reduction", linear_cross_entropies),
+    **rows(
+        f"torch_nn::{LINEAR_LOSS}_no_reduction",
+        lambda x, weight, *rest: make(_logits("n", *rest[:3]), [["n"]]),
+    ),
     **rows("prims::sum", over(keep=None, **ADDED), **SUM),
     **rows("prims::amax", over(keep=None, **MAX), reduce="max", local=_LARGEST),
     **rows("prims::amin", over(keep=None, **MIN), reduce="min", local=_SMALLEST),
     **rows("prims::prod", over(keep=None, **PRODUCT), reduce="product"),
     **rows("prims::var prims::xor_sum", over(keep=None)),
-    **rows("prims::prepare_softmax_online", softmax_parts),
+    **rows(
+        "prims::prepare_softmax_online",
+        lambda x, dim: _reduced(x, all_at(dim, x.ndim), True, results=2),
+    ),
 }

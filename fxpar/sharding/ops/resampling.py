@@ -161,10 +161,6 @@ def _weights(
     return places, build.call(aten.gather.default, weights, 1, column)
 
 
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 def summed(
     call: LocalCall,
     x: fx.Node,
@@ -175,7 +171,7 @@ def summed(
     """Return weighted sums of the rows of these windows, one dim after the other.
     ``own``: the shape that the rank holds of the result."""
     build, dtype = call.build, x.meta["val"].dtype
-    x = build.cast(x, _summed_in(dtype))
+    x = build.cast(x, torch.promote_types(dtype, torch.float32))
     for window in windows:
         dim, value = window.dim, x.meta["val"]
         places, weights = _weights(call, window, own[dim], value.dtype, weigh)
@@ -198,7 +194,7 @@ def spread(
     added to the rows of windows, which are sent to their owners. ``own``: the shape
     that the rank holds of ``grad``."""
     build, dtype, shape = call.build, grad.meta["val"].dtype, list(own)
-    x = build.cast(grad, _summed_in(dtype))
+    x = build.cast(grad, torch.promote_types(dtype, torch.float32))
     for window in windows:
         dim, value = window.dim, x.meta["val"]
         places, weights = _weights(call, window, own[dim], value.dtype, weigh)

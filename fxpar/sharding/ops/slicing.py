@@ -407,17 +407,12 @@ def _pad_backward(grad: torch.Tensor, x: torch.Tensor, pad: Sequence[int]) -> Ru
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
     """Return the rule: each rank has the elements in its own rows and columns, and zero
     elsewhere."""
-    count = diagonal_rows(x.shape, offset, dim1, dim2)
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    count = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
     words, line = _diagonal_words(x.shape, count, dim1, dim2)
     if x.dtype == torch.bool:  # a sum over ranks has no meaning for them
         words = [w + "!" * (w not in ("_", *line)) for w in words]
     return make([words], [line])
-
-
-def diagonal_rows(shape: Shape, offset: int, dim1: int, dim2: int) -> int:
-    """Return how many elements a diagonal of a matrix has."""
-    rows, columns = shape[dim1], shape[dim2]
-    return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
 
 
 def _diagonal_words(
@@ -537,10 +532,6 @@ def _local_select_scatter(
     row = call.build.call(aten.unsqueeze.default, source, dim)
     positions = _positions(call, dim, index, index + 1 or None)
     return _put(call, x, row, dim, positions)
-
-
-def _local_unfold(call: LocalCall, x: fx.Node, *settings: int) -> fx.Node:
-    return call.same(with_halo_rows(call, x, 0), *settings)
 
 
 def _local_unfold_backward(
@@ -679,7 +670,11 @@ ROWS = {
     **moves("unbind.int", unbind, local=_local_unbind),
     **moves("cat prims::cat", cat, facts="copies pointwise by_row"),
     **moves("stack _stack", stack),
-    **moves("unfold", unfold, local=_local_unfold),
+    **moves(
+        "unfold",
+        unfold,
+        local=lambda call, x, *how: call.same(with_halo_rows(call, x, 0), *how),
+    ),
     **rows(
         "unfold_backward",
         unfold_backward,

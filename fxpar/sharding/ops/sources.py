@@ -9,7 +9,8 @@ Never: lets ranks draw other numbers than one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,10 @@ def fresh(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
     return make([operand], [result])
 
 
-def drawn(place: int) -> Callable[..., Rule]:
-    """Return the rule function of random numbers drawn in order; argument ``place`` is
-    the shape."""
-
-    def rule_of_call(*args: Any, **_: Any) -> Rule:
-        shape = args[place]
-        return make([], [words_of(shape, range(len(shape)))])
-
-    return rule_of_call
+def drawn(place: int, *args: Any, **_: Any) -> Rule:
+    """Return the rule of random numbers drawn in order; argument ``place`` is the
+    shape."""
+    return make([], [words_of(args[place], range(len(args[place])))])
 
 
 def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
@@ -72,15 +68,10 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> Rule:
     return keeping(x, range(x.ndim), 2)
 
 
-def indexed(place: int) -> Callable[..., Rule]:
-    """Return the rule function of random numbers that Inductor counts by index, from a
-    seed that is a tensor."""
-
-    def rule_of_call(*args: Any, **_: Any) -> Rule:
-        shape, seed = args[place], args[place + 1]
-        return make([["_"] * seed.ndim], [words_of(shape)])
-
-    return rule_of_call
+def indexed(place: int, *args: Any, **_: Any) -> Rule:
+    """Return the rule of random numbers that Inductor counts by index, from a seed that
+    is a tensor; argument ``place`` is the shape."""
+    return make([["_"] * args[place + 1].ndim], [words_of(args[place])])
 
 
 # A result without dims; one whose dim counts.
@@ -115,11 +106,11 @@ ROWS = {
     **rows("randperm prims::inductor_seeds prims::inductor_rand_eager_offset", _RANGE),
     **rows(
         "rand rand.generator randn randn.generator prims::normal prims::uniform",
-        drawn(0),
+        partial(drawn, 0),
     ),
-    **rows("randint randint.generator", drawn(1), work="draw"),
-    **rows("randint.low randint.low_generator", drawn(2), work="draw"),
-    **rows("normal.float_float", drawn(2)),
+    **rows("randint randint.generator", partial(drawn, 1), work="draw"),
+    **rows("randint.low randint.low_generator", partial(drawn, 2), work="draw"),
+    **rows("normal.float_float", partial(drawn, 2)),
     **rows(
         "rand_like randn_like randint_like randint_like.low_dtype bernoulli "
         "bernoulli.p normal.Tensor_float poisson normal.Tensor_Tensor "
@@ -132,7 +123,13 @@ ROWS = {
     **rows("native_dropout", dropout),
     **rows("prims::inductor_seed", _SCALAR),
     **rows("prims::inductor_lookup_seed", "n! ->", facts="random"),
-    **rows("prims::inductor_random", indexed(0), shape=0, work="draw", facts="random"),
-    **rows("prims::inductor_randint", indexed(2), shape=2, facts="random"),
+    **rows(
+        "prims::inductor_random",
+        partial(indexed, 0),
+        shape=0,
+        work="draw",
+        facts="random",
+    ),
+    **rows("prims::inductor_randint", partial(indexed, 2), shape=2, facts="random"),
     **rows("prims::inductor_rand_eager_offsets", "-> n! _"),
 }

@@ -70,43 +70,18 @@ def histogram(
 # Segments of one dim
 
 
-def segment_reduce(
-    x: torch.Tensor,
-    reduce: str,
-    *,
-    lengths: Maybe = None,
-    indices: Maybe = None,
-    offsets: Maybe = None,
-    axis: int = 0,
-    **_: Any,
-) -> Rule:
-    full, cut, counts = _segments(x, axis)
-    segments = [counts for t in (lengths, indices, offsets) if t is not None]
-    return make([full, *segments], [cut])
-
-
-def segment_reduce_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    reduce: str,
-    *,
-    lengths: Maybe = None,
-    offsets: Maybe = None,
-    axis: int = 0,
-    **_: Any,
-) -> Rule:
-    full, cut, counts = _segments(x, axis)
-    segments = [counts for t in (lengths, offsets) if t is not None]
-    return make([cut, cut, full, *segments], [full])
-
-
-def _segments(x: torch.Tensor, axis: int) -> tuple[list[str], list[str], list[str]]:
-    """Return words of the data, of the reduced segments, and of their lengths."""
+def segments(is_backward: bool, *args: Any, axis: int = 0, **named: Any) -> Rule:
+    """Return the rule of a reduction of segments, or of its backward, which reads the
+    gradient and the result as well; lengths, indices and offsets are by name."""
+    x = args[2 * is_backward]
     axis = at(axis, x.ndim)
     full = words_of(x, {axis})
     cut = [*full[:axis], "_", *full[axis + 1 :]]
-    return full, cut, [*full[:axis], "_"]
+    ends = ("lengths", "indices", "offsets")
+    counts = [[*full[:axis], "_"] for end in ends if named.get(end) is not None]
+    if is_backward:
+        return make([cut, cut, full, *counts], [full])
+    return make([full, *counts], [cut])
 
 
 # Distances
@@ -148,12 +123,6 @@ def pdist(x: torch.Tensor, p: float = 2.0) -> Rule:
     return make([["_", k]], [["_"]], reductions=reductions)
 
 
-def pdist_backward(
-    grad: torch.Tensor, x: torch.Tensor, p: float, distance: torch.Tensor
-) -> Rule:
-    return make([["_"], ["_", "k"], ["_"]], [["_", "k"]])
-
-
 ROWS = {
     **rows("histc", histc),
     **rows("histogram.bins_tensor histogram.bin_ct", histogram),
@@ -162,10 +131,10 @@ ROWS = {
         partial(histogram, of_points=True),
     ),
     **rows("_histogramdd_bin_edges", partial(histogram, of_points=True, counts=False)),
-    **rows("segment_reduce", segment_reduce),
-    **rows("_segment_reduce_backward", segment_reduce_backward, linear="0"),
+    **rows("segment_reduce", partial(segments, False)),
+    **rows("_segment_reduce_backward", partial(segments, True), linear="0"),
     **rows("_cdist_forward", cdist),
     **rows("_cdist_backward", cdist_backward, linear="0"),
     **rows("_pdist_forward", pdist),
-    **rows("_pdist_backward", pdist_backward, linear="0"),
+    **rows("_pdist_backward", "_, _ k, _ -> _ k", linear="0"),
 }

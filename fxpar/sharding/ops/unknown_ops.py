@@ -32,11 +32,15 @@ def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
     for op in program.ops:
         # Inside a manual region an op runs on the rank's own shard.
         if not op.has_rule and (not axes or not op.rule.pin.keys() >= {*axes}):
-            unknown.setdefault(_called(op), []).append(op)
-    for target, calls in unknown.items():
+            # Of an op with an effect, the op that is kept in order.
+            name = _torch.aot.higher_order_name(op.target)
+            in_order = name == "higher_order::with_effects"
+            target = op.node.args[1] if in_order else op.target
+            unknown.setdefault(str(target), []).append(op)
+    for name, calls in unknown.items():
         size = sum(program.values[v].nbytes for op in calls for v in op.operands)
         what = (
-            f"{target} has no sharding rule: its operands are made whole on every rank "
+            f"{name} has no sharding rule: its operands are made whole on every rank "
             f"({len(calls)} calls, {size} bytes)"
         )
         where = user_line(calls[0].node)
@@ -44,13 +48,6 @@ def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
         if strict:
             raise UnknownOpError(what, where=where, fix=fix)
         warn(what, where=where, fix=fix)
-
-
-def _called(op: Op) -> str:
-    """Return the op that is called; for one with an effect, the op that is kept in
-    order."""
-    in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
-    return str(op.node.args[1] if in_order else op.target)
 
 
 def _how_to_split(program: Program, op: Op) -> str:

@@ -98,14 +98,9 @@ def regroup(source: Shape, target: Shape) -> Rule:
     return make([words(source_words)], [words(target_words)], sizes)
 
 
-def _complete(numel: int, shape: Shape) -> list[int]:
-    """Return a shape with its -1 filled in."""
-    product = math.prod(n for n in shape if n != -1)
-    return [numel // max(product, 1) if n == -1 else n for n in shape]
-
-
 def view(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
-    return regroup(x.shape, _complete(x.numel(), shape))
+    rest = x.numel() // max(math.prod(n for n in shape if n != -1), 1)
+    return regroup(x.shape, [rest if n == -1 else n for n in shape])
 
 
 def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
@@ -221,17 +216,6 @@ def as_strided_scatter(
     return replace(rule, operands=rule.operands + rule.results, results=rule.operands)
 
 
-def add_pair(x: torch.Tensor) -> Rule:
-    """Return the rule of complex numbers as pairs of real ones."""
-    words = words_of(x)
-    return make([words], [[*words, "two!"]])
-
-
-def drop_pair(x: torch.Tensor) -> Rule:
-    words = words_of(x.shape[:-1])
-    return make([[*words, "two!"]], [words])
-
-
 # Local forms
 
 
@@ -257,11 +241,12 @@ def _local_as_strided(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     """Return a reshape, or any other use of strides, on the whole tensor. ``args``: the
     source, if it is put where the strides read, and the strides."""
     source = [x for x in args if isinstance(x, fx.Node)]
-    shape, stride, *offset = args[len(source) :]
+    shape, stride, offset = [*args[len(source) :], None][:3]
     global_x = call.node.args[0].meta["val"]
-    if is_reshape(global_x, shape, stride, *offset):
+    if is_reshape(global_x, shape, stride, offset):
         return _local_reshape(call, *(source or [x]))
-    first = _from_start(call, *offset)
+    # Counted from the tensor's own start.
+    first = 0 if offset is None else offset - global_x.storage_offset()
     _refuse_beyond(call, shape, stride, first)
     x = _with_global_strides(call, x)
     return call.same(x, *source, shape, stride, first)
@@ -278,12 +263,6 @@ def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None
             f"{call.node.name} reads memory beyond the tensor by strides",
             fix="index or slice the tensor that owns the memory",
         )
-
-
-def _from_start(call: LocalCall, offset: int | None = None) -> int:
-    """Return an offset into memory, counted from the tensor's own start."""
-    first = call.node.args[0].meta["val"].storage_offset()
-    return 0 if offset is None else offset - first
 
 
 def _with_global_strides(call: LocalCall, x: fx.Node) -> fx.Node:
@@ -370,10 +349,16 @@ ROWS = {
         local=_local_as_strided,
         facts="moves by_strides",
     ),
-    **rows("view_as_real view_as_real_copy", add_pair, linear="0", facts="moves"),
+    # Complex numbers are pairs of real ones.
+    **rows(
+        "view_as_real view_as_real_copy",
+        lambda x: make([w := words_of(x)], [[*w, "two!"]]),
+        linear="0",
+        facts="moves",
+    ),
     **rows(
         "view_as_complex view_as_complex_copy",
-        drop_pair,
+        lambda x: make([[*(w := words_of(x.shape[:-1])), "two!"]], [w]),
         linear="0",
         local=_local_reread,
         facts="moves",

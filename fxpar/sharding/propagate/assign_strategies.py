@@ -8,7 +8,7 @@ axis that came from the dim of experts stays on the factor it splits there, so r
 to their experts; else one that came from a batch dim does, so data parallelism gathers
 parameters and never the batch (ZeRO; GSPMD section 5).
 
-``lie_as_read``, ``make_as_read``. In: the strategies, and the spec each value settles
+``make_as_read``. In: the strategies, and the spec each value settles
 in. Out: both, changed: an input whose layout the plan chooses is fed in the one that
 its reader reads; of values made of constants alone, such as positions that count up and
 masks of them, a rank computes the part that it reads, or the whole. Never: changes the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, MutableSequence, Sequence
+from collections.abc import Collection, MutableSequence, Sequence
 from functools import cached_property
 
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -31,7 +31,14 @@ from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price_of
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    fits,
+    operand_spec,
+    project,
+    result_spec,
+    specs,
+)
 
 # Beyond this many assignments axes are decided one after another, largest first.
 _JOINT = 64
@@ -168,20 +175,18 @@ class _Choice:
     def _is_without_reshards(self, strategy: Strategy) -> bool:
         """Return whether no tensor needs resharding, other than reducing a partial
         result."""
-        rule, n = self.op.rule, len(self.op.operands)
+        n = len(self.op.operands)
+        pairs = zip(specs(self.op.rule, strategy), self.specs, strict=True)
         return all(
-            operand_spec(rule, strategy, i) == self.specs[i] for i in range(n)
-        ) and all(
-            result_spec(rule, strategy, i).dims == self.specs[n + i].dims
-            for i in range(len(self.op.results))
+            have == want if i < n else have.dims == want.dims
+            for i, (have, want) in enumerate(pairs)
         )
 
     def _best(self, options: dict[str, tuple[str | None, ...]]) -> Strategy | None:
         if math.prod(map(len, options.values())) <= _JOINT:
-            return self._cheapest(
-                dict(zip(options, combination, strict=True))
-                for combination in itertools.product(*options.values())
-            )
+            combinations = itertools.product(*options.values())
+            pairs = (zip(options, x, strict=True) for x in combinations)
+            return min((self._build(dict(x)) for x in pairs), key=self._cost)
         factor_of: dict[str, str | None] = {}
         for axis in sorted(options, key=lambda a: -self.mesh.sizes[a]):
             trials = [{**factor_of, axis: factor} for factor in options[axis]]
@@ -189,31 +194,20 @@ class _Choice:
             factor_of = trials[min(costs)[1]]
         return self._build(factor_of)
 
-    def _cheapest(self, assignments: Iterable[dict]) -> Strategy | None:
-        best, least = None, math.inf
-        for assignment in assignments:
-            strategy = self._build(assignment)
-            cost = self._cost(strategy)
-            if cost < least:
-                best, least = strategy, cost
-        return best
-
     def _cost(self, strategy: Strategy | None) -> float:
         """Return the seconds of operands resharded, results settled, and the op's
         work."""
         if strategy is None:
             return math.inf
         op, mesh, values = self.op, self.mesh, self.program.values
-        n = len(op.operands)
         total = seconds(op, self.work, strategy, mesh, self.hardware)
-        for i, v in enumerate(op.operands):
-            if self.free[i]:
-                continue
-            need = operand_spec(op.rule, strategy, i)
-            total += price_of(values[v], self.priced[i], need, mesh)
-        for i, v in enumerate(op.results):
-            raw_spec = result_spec(op.rule, strategy, i)
-            total += price_of(values[v], raw_spec, self.specs[n + i], mesh)
+        for i, (v, spec) in enumerate(
+            zip(op.tensors, specs(op.rule, strategy), strict=True)
+        ):
+            if i >= len(op.operands):
+                total += price_of(values[v], spec, self.specs[i], mesh)
+            elif not self.free[i]:
+                total += price_of(values[v], self.priced[i], spec, mesh)
         return total
 
 
@@ -240,39 +234,23 @@ def fed_as_read(program: Program, state: State) -> set[int]:
     }
 
 
-def lie_as_read(
-    program: Program,
-    inputs: Collection[int],
-    strategies: Sequence[Strategy],
-    settled: list[Spec],
-) -> None:
-    """Settle each input in the spec in which its one reader reads it. Changes
-    ``settled``."""
-    for v in inputs:
-        ((reader, i),) = program.uses[v]
-        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
-        settled[v] = need.without_partial()
-
-
 def make_as_read(
     program: Program,
+    fed: Collection[int],
     strategies: MutableSequence[Strategy],
     settled: MutableSequence[Spec],
     mesh: Mesh,
 ) -> None:
     """Give each constant value the spec in which it is read: split where all readers
-    agree, else whole, of which any part is a slice. Changes both lists."""
+    agree, else whole, of which any part is a slice; then each input of ``fed`` the spec
+    in which its one reader reads it. Changes both lists."""
     constants = program.constants
     outputs = set(program.outputs)
     for op in reversed(program.ops):
         if len(op.results) != 1 or not constants.issuperset(op.results):
             continue
         (v,) = op.results
-        reads = {
-            operand_spec(program.ops[reader].rule, strategies[reader], i)
-            for reader, i in program.uses[v]
-        }
-        reads = {spec.without_partial() for spec in reads}
+        reads = {x.without_partial() for x in specs_read(program, strategies, v)}
         if v in outputs:
             reads.add(settled[v])
         whole = Spec.whole(len(program.values[v].shape))
@@ -281,6 +259,17 @@ def make_as_read(
         if strategy is None:
             need, strategy = whole, Strategy(op.rule.pinned)
         strategies[op.index], settled[v] = strategy, need
+    for v in fed:
+        (need,) = specs_read(program, strategies, v)
+        settled[v] = need.without_partial()
+
+
+def specs_read(program: Program, strategies: Sequence[Strategy], v: int) -> set[Spec]:
+    """Return the specs in which ops read a value."""
+    return {
+        operand_spec(program.ops[reader].rule, strategies[reader], i)
+        for reader, i in program.uses[v]
+    }
 
 
 def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:

@@ -14,7 +14,7 @@ and norms reduce over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxpar.sharding.factors import Axes
@@ -49,17 +49,18 @@ def batch_axes(mesh: Mesh) -> Axes:
 def expert_axes(mesh: Mesh) -> Axes:
     """Return the axes that split experts; they split the batch as well, like
     ``batch_axes``."""
-    experts = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
-    return tuple(axis for axis in experts if mesh.sizes[axis] > 1)
+    return _named(mesh, EXPERTS)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
     """Return the axes that split sequences unless a hint uses them otherwise."""
-    return tuple(
-        axis
-        for axis, size in mesh.axes
-        if axis_of(axis).lower() in SEQUENCE and size > 1
-    )
+    return _named(mesh, SEQUENCE)
+
+
+def _named(mesh: Mesh, names: Collection[str]) -> Axes:
+    """Return the axes of several ranks that have one of the names."""
+    axes = (axis for axis, size in mesh.axes if size > 1)
+    return tuple(axis for axis in axes if axis_of(axis).lower() in names)
 
 
 def plain_inputs(program: Program, *, fed: bool = False) -> list[Value]:
@@ -247,9 +248,6 @@ def _column_seed(
     if not state.origins[roots[v]].keys().isdisjoint(parts):
         return None
 
-    def is_split_evenly(factor: str) -> bool:
-        return is_even(rule.size[factor], engine.mesh, axes)
-
     def has_whole_heads(factor: str) -> bool:
         heads = heads_of(program, op, factor, roots)
         return axes == parts if heads is None else is_even(heads, engine.mesh, axes)
@@ -268,8 +266,12 @@ def _column_seed(
     def order(column: tuple[int, str]) -> tuple[bool, bool]:
         """Return a sort key: of a fused projection the heads, or the columns of gates,
         come before the dim that is cut into its parts."""
-        is_cut = len(columns) > 1 and _is_cut(program, op, column[1])
-        return is_cut, not is_split_evenly(column[1])
+        # By an op of one operand, which cuts the dim or sums over it.
+        is_cut = len(columns) > 1 and any(
+            len(reader.operands) == 1 and _is_end_of(reader, major)
+            for reader, major, _ in _readers(program, op, column[1], set())
+        )
+        return is_cut, not is_even(rule.size[column[1]], engine.mesh, axes)
 
     for d, factor in sorted(columns, key=order):
         # Norms of heads, too, reduce over what several products read.
@@ -340,15 +342,6 @@ def _is_residual(
             rows += with_weight
             reductions += not with_weight
     return len(seen) >= _FAR or (rows > 1 and reductions > 0)
-
-
-def _is_cut(program: Program, op: Op, factor: str) -> bool:
-    """Return whether an op of one operand cuts the dim that ``factor`` makes of an op's
-    result, or sums over it."""
-    return any(
-        len(reader.operands) == 1 and _is_end_of(reader, major)
-        for reader, major, _ in _readers(program, op, factor, set())
-    )
 
 
 def _is_end_of(reader: Op, factor: str) -> bool:

@@ -23,6 +23,7 @@ from fxpar.sharding.cost.program_kernels import seconds, work_alone
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program, is_view
+from fxpar.sharding.propagate.assign_strategies import specs_read
 from fxpar.sharding.propagate.conventions import TIME
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import connect, price_of, reshard_seconds
@@ -127,19 +128,16 @@ def _cuts(
 ) -> dict[tuple[object, ...], list[Op]]:
     """Return, by operand, the cuts whose sums send at least as much as gathering it
     does."""
-    by_operand: dict[tuple[object, ...], list[Op]] = {}
+    by_operand: dict[tuple[str, int], list[Op]] = {}
     for op in program.ops:
         if is_cut(op) and strategies[op.index] != _whole(op, strategies[op.index]):
             by_operand.setdefault(("cuts", op.operands[0]), []).append(op)
-    values = program.values
-
-    def is_most(ops: Sequence[Op]) -> bool:
+    groups, values = dict[tuple[object, ...], list[Op]](), program.values
+    for key, ops in by_operand.items():
         read = (v for op in ops for v in op.results if program.uses[v])
-        return (
-            2 * sum(values[v].numel for v in read) >= values[ops[0].operands[0]].numel
-        )
-
-    return {key: ops for key, ops in by_operand.items() if is_most(ops)}
+        if 2 * sum(values[v].numel for v in read) >= values[key[1]].numel:
+            groups[key] = ops
+    return groups
 
 
 def _whole(op: Op, strategy: Strategy) -> Strategy:
@@ -270,10 +268,7 @@ def _wanted(
 def _read_in(program: Program, strategies: Sequence[Strategy], v: int) -> Spec | None:
     """Return the one spec in which ops read a value; None if there are several, or no
     reader."""
-    reads = {
-        operand_spec(program.ops[reader].rule, strategies[reader], i)
-        for reader, i in program.uses[v]
-    }
+    reads = specs_read(program, strategies, v)
     return reads.pop() if len(reads) == 1 else None
 
 

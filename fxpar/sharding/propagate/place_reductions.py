@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh, axis_of, split_name
-from fxpar.sharding.program import Op, Output, Program
+from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import alone
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price_of
@@ -189,25 +189,17 @@ def _passable(
 
     Operands outside it must not be split by the axis: they would have to be gathered.
     """
-    for p, passage in enumerate(op.rule.passages):
-        if reduction not in passage.reductions or not passage.operands:
-            continue
-        if axis in op.rule.pin:
-            continue
-        if not all(
-            op.operands[i] in region.member or op.operands[i] in region.zeros
-            for i in passage.operands
+    passages = enumerate(() if axis in op.rule.pin else op.rule.passages)
+    for p, passage in passages:
+        group = [op.operands[i] for i in passage.operands]
+        others = (i for i in range(len(op.operands)) if i not in passage.operands)
+        if (
+            reduction in passage.reductions
+            and all(v in region.member or v in region.zeros for v in group)
+            and not region.member.isdisjoint(group)
+            and not any(axis in operand_spec(op.rule, strategy, i).axes for i in others)
+            and _is_possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh)
         ):
-            continue
-        if not any(op.operands[i] in region.member for i in passage.operands):
-            continue
-        if any(
-            axis in operand_spec(op.rule, strategy, i).axes
-            for i in range(len(op.operands))
-            if i not in passage.operands
-        ):
-            continue
-        if _is_possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh):
             return p
     return None
 
@@ -268,7 +260,12 @@ def _edges(
 ) -> list[_Edge]:
     """Return the edges of the graph that is cut."""
     edges: list[_Edge] = [("source", v, math.inf) for v in sorted(region.sources)]
-    outputs = _reduced_outputs(program, axis)
+    # Without those whose layout between steps is partial over the axis.
+    outputs = {
+        v
+        for out, v in program.tensor_outputs
+        if out.at_rest is None or (axis, "sum") not in out.at_rest.partial
+    }
     early = alone(program, program.reduce_here) - program.reduce_here
     never = 2 * sum(prices.values()) or 1.0
     for v in sorted(region.member):
@@ -292,16 +289,6 @@ def _edges(
                     edges.append((result, op.operands[i], math.inf))
             edges += [(result, x, math.inf) for x in op.results if x != result]
     return edges
-
-
-def _reduced_outputs(program: Program, axis: str) -> set[int]:
-    """Return the outputs, except those whose layout between steps is partial over the
-    axis."""
-
-    def can_be_partial(out: Output) -> bool:
-        return out.at_rest is not None and (axis, "sum") in out.at_rest.partial
-
-    return {v for out, v in program.tensor_outputs if not can_be_partial(out)}
 
 
 def _price(

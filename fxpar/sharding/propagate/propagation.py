@@ -119,6 +119,12 @@ class State:
         whole = self.whole.get(value, ())
         return axis not in self.origins[value] and axis not in whole
 
+    def append(self, value: int, d: int, axes: Axes, origin: Origin) -> None:
+        """Append axes to a dim as far as the value can take them."""
+        for axis in itertools.takewhile(lambda x: self.can_take(value, x), axes):
+            self.dims[value][d] = (*self.dims[value][d], axis)
+            self.origins[value][axis] = origin
+
     def spec(self, value: int) -> Spec:
         return spec_of(tuple(self.dims[value]))
 
@@ -141,14 +147,15 @@ class Propagation:
             [{} for _ in values],
             [True] * len(values),
         )
-        self._heaps: list[list[int]] = [[] for _ in range(LEVELS)]
-        self._queued: list[set[int]] = [set() for _ in range(LEVELS)]
+        # (level, op) to look at, as a heap and as a set.
+        self._heap: list[tuple[int, int]] = []
+        self._queued: set[tuple[int, int]] = set()
         self._touching: list[list[int]] = [[] for _ in values]
         for op in program.ops:
             for v in dict.fromkeys(op.tensors):
                 self._touching[v].append(op.index)
-        self._large = [self._large_tensors(op) for op in program.ops]
-        self._keeps = [not op.rule.contracted for op in program.ops]
+        sizes = [[values[v].numel for v in op.tensors] for op in program.ops]
+        self._large = [[2 * n >= max(own) for n in own] for own in sizes]
         self._levels = list(map(self._levels_of, program.ops))
         self._ties: dict[int, list[int]] = {}
         # By value and dim, axes that wait for their turn, and whether it is closed.
@@ -189,11 +196,7 @@ class Propagation:
             if state.dims[v][d] or state.closed[v][d]:
                 continue
             origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
-            for axis in axes:
-                if not state.can_take(v, axis):
-                    break
-                state.dims[v][d] = (*state.dims[v][d], axis)
-                state.origins[v][axis] = origin
+            state.append(v, d, axes, origin)
             state.closed[v][d] = seed.closed[d]
             if seed.turns[d] > min(seed.turns):
                 # Until its turn no other dim gets these axes, and the dim no others.
@@ -217,35 +220,24 @@ class Propagation:
             for d, axes in enumerate(spec.dims):
                 have = self.state.dims[v][d]
                 extra = axes[len(have) :] if axes[: len(have)] == have else ()
-                for axis in extra:
-                    if not self.state.can_take(v, axis):
-                        break
-                    self.state.dims[v][d] = (*self.state.dims[v][d], axis)
-                    self.state.origins[v][axis] = Origin(origin)
+                self.state.append(v, d, extra, Origin(origin))
             self._changed(v)
         self.run()
         self.state.active = active
 
     def run(self) -> None:
         """Work off the queues, lowest level first."""
-        while True:
-            level = next((i for i in range(LEVELS) if self._heaps[i]), None)
-            if level is None:
-                return
-            index = heapq.heappop(self._heaps[level])
-            self._queued[level].discard(index)
+        while self._heap:
+            level, index = place = heapq.heappop(self._heap)
+            self._queued.discard(place)
             self._apply(self.program.ops[index], level)
-
-    def _cannot_split(self, v: int, d: int, axis: str, origin: Origin) -> None:
-        """Note an axis that some factor wanted on a dim that cannot take it."""
-        self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _changed(self, v: int) -> None:
         for index in self._touching[v]:
             for level in self._levels[index]:
-                if index not in self._queued[level]:
-                    self._queued[level].add(index)
-                    heapq.heappush(self._heaps[level], index)
+                if (level, index) not in self._queued:
+                    self._queued.add((level, index))
+                    heapq.heappush(self._heap, (level, index))
         for other in self._ties.get(v, ()):
             self._bring_over(v, other)
 
@@ -274,7 +266,7 @@ class Propagation:
             origin = state.origins[source][axis]
             split = (*state.dims[v][d], axis)
             if not can_split(size, self.mesh, split, even=self.program.even):
-                self._cannot_split(v, d, axis, origin)
+                state.indivisible.setdefault((v, d, axis), origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
             seed, batch, experts = origin.seed, origin.batch, origin.experts
@@ -282,16 +274,10 @@ class Propagation:
             added = True
         return added
 
-    def _large_tensors(self, op: Op) -> list[bool]:
-        sizes = [self.program.values[v].numel for v in op.tensors]
-        top = max(sizes, default=0)
-        return [2 * size >= top for size in sizes]
-
     def _levels_of(self, op: Op) -> tuple[int, ...]:
         """Return the levels at which an op may do more than at a lower one."""
-        keeps = self._keeps[op.index]
         turns = op_facts_of(op.target).orders and op.operands
-        open_levels = (PASS, RESOLVE) if keeps else (KEPT, ALL, RESOLVE)
+        open_levels = (KEPT, ALL, RESOLVE) if op.rule.contracted else (PASS, RESOLVE)
         return (*open_levels, TURN) if turns else open_levels
 
     def _apply(self, op: Op, level: int) -> None:
@@ -364,7 +350,7 @@ class Propagation:
                 undealt = axes[dealt:] if len(dim) > 1 else ()
                 for axis in () if dealt_axes.intersection(undealt) else undealt:
                     origin = self.state.origins[v][axis]
-                    self._cannot_split(v, d, axis, origin)
+                    self.state.indivisible.setdefault((v, d, axis), origin)
 
     def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
@@ -372,7 +358,7 @@ class Propagation:
         """Return, per factor, the axes its tensors agree on and the tensor they come
         from."""
         rule, out = op.rule, {}
-        restrict = level < RESOLVE and self._keeps[op.index]
+        restrict = level < RESOLVE and not rule.contracted
         for factor in rule.free:
             if level < ALL and factor in rule.contracted:
                 continue
@@ -459,7 +445,7 @@ class Propagation:
         if not self._is_at_minor_end(op, dims, d, factor, v, view):
             origin = self.state.origins[op.tensors[source]][axes[0]]
             if origin.batch:
-                self._cannot_split(v, d, axes[0], origin)
+                self.state.indivisible.setdefault((v, d, axes[0]), origin)
             return False
         have, fit = view.get(factor, ()), list[str]()
         for axis in axes:
@@ -469,7 +455,7 @@ class Propagation:
                 size[factor], self.mesh, split[factor], even=self.program.even
             ) or not is_expressible((dims[d],), split, size, self.mesh, even=even):
                 origin = self.state.origins[op.tensors[source]][axis]
-                self._cannot_split(v, d, axis, origin)
+                self.state.indivisible.setdefault((v, d, axis), origin)
                 break
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):

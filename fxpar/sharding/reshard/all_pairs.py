@@ -89,7 +89,11 @@ def matrix(
     out[at, to] = every[rows[at], middle] + every[middle, columns[to]]
     swaps = _swaps(begin, end) & ~outside & ~twice & np.isfinite(out)
     for i, j in np.argwhere(outside | swaps).tolist():
-        seconds = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
+        pair = sources[i], targets[j]
+        try:
+            seconds = one_pair.search(*pair, mesh, tuple(shape), itemsize)[1]
+        except SpecError:  # the value cannot be brought there
+            seconds = math.inf
         out[i, j] = seconds if outside[i, j] else min(out[i, j], seconds)
     for i, j in np.argwhere(out == 0.0).tolist() if all(alone) else ():
         out[i, j] = written(sources[i], targets[j], mesh, shape, itemsize)
@@ -120,7 +124,12 @@ def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
         np.array([place.get(_node(s.without_partial(), mesh), -1) for s in specs], int),
         np.array([uneven or not s.is_even(mesh, shape) for s in specs], bool),
         tuple(s.kinds for s in specs),
-        tuple(_split_specs(specs, mesh)),
+        tuple(
+            (i, (frozenset(spec.axes), shards, spec.dims))
+            for i, spec in enumerate(specs)
+            for shards in [tuple(map(mesh.count, spec.dims))]
+            if not spec.partial and math.prod(shards) != max(shards, default=1)
+        ),
     )
 
 
@@ -165,14 +174,6 @@ def _swaps(begin: _Ends, end: _Ends) -> np.ndarray:
                 changed = sum(a != b for a, b in zip(dims, other_dims, strict=True))
                 out[i, j] = changed == 2
     return out
-
-
-def _split_specs(specs: Sequence[Spec], mesh: Mesh) -> Iterator[tuple[int, _SplitSpec]]:
-    """Yield the entries of ``_Ends.split_specs``."""
-    for i, spec in enumerate(specs):
-        shards = tuple(mesh.count(dim) for dim in spec.dims)
-        if not spec.partial and math.prod(shards) != max(shards, default=1):
-            yield i, (frozenset(spec.axes), shards, spec.dims)
 
 
 def _are_of_two_kinds(begin: _Ends, end: _Ends) -> np.ndarray:
@@ -235,17 +236,6 @@ def _spec(node: Layout, mesh: Mesh, op: str = "sum") -> Spec:
         (axis, op) for axis in axes_of_tokens([token for token, _ in pending], mesh)
     ]
     return Spec.of([axes_of_tokens(tokens, mesh) for tokens in dims], partial)
-
-
-def _one(
-    source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
-) -> float:
-    """Return the price of a pair of which one is not in the graph; inf if the value
-    cannot be brought there."""
-    try:
-        return one_pair.search(source, target, mesh, shape, itemsize)[1]
-    except SpecError:
-        return math.inf
 
 
 def _node(spec: Spec, mesh: Mesh) -> Layout | None:

@@ -294,7 +294,8 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
             continue
         for move in filter(problem.is_possible, moves(problem, *state)):
             next_state = (move.dims, move.pending)
-            total = spent + nudge + _seconds(move, problem, local(state[0]))
+            took = seconds(move, problem.mesh, local(state[0]), problem.inner)
+            total = spent + nudge + took
             if total < best.get(next_state, math.inf):
                 best[next_state], came[next_state] = total, (state, move)
                 order += 1
@@ -319,15 +320,12 @@ def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
     return (*ends, _solve(problem, nbytes))
 
 
-def _seconds(move: Move, problem: _Problem, nbytes: float) -> float:
-    return seconds(move, problem.mesh, nbytes, problem.inner)
-
-
 def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:
     """Return the seconds of a route."""
     dims, total = problem.start, 0.0
     for move in route:
-        total += _seconds(move, problem, nbytes / math.prod(map(count, dims)))
+        share = nbytes / math.prod(map(count, dims))
+        total += seconds(move, problem.mesh, share, problem.inner)
         dims = move.dims
     return total
 

@@ -123,6 +123,10 @@ def _has_one_route(source: Spec, target: Spec) -> bool:
     return all(before.get(axis, op) == op for axis, op in target.partial)
 
 
+# The op, or else the output, that asks for a version of a value: their numbers.
+_Asker = tuple[int | None, int | None]
+
+
 class _Versions:
     """Holds the specs in which each value exists so far."""
 
@@ -150,27 +154,27 @@ class _Versions:
             return math.inf
         return price_of(self.program.values[v], source, target, self.mesh)
 
-    def get(self, v: int, need: Spec, reader: int | None, output: int | None) -> None:
+    def get(self, v: int, need: Spec, asker: _Asker) -> None:
         """Make version ``need`` of a value unless it exists."""
         if need in self.exist[v]:
             return
         for axes in self.unequal_axes:
             if not axes.isdisjoint(need.axes):
-                if axes == self.manual and self._keep(v, need, reader, output):
+                if axes == self.manual and self._keep(v, need, asker):
                     return
-                source = self._before(v, need, axes, reader, output)
-                self._add(v, source, need, reader, output)
+                source = self._before(v, need, axes, asker)
+                self._add(v, source, need, asker)
                 return
         exist = self.exist[v]
         for axes in self.unequal_axes:
             if not any(axes.isdisjoint(spec.axes) for spec in exist):
-                self._add(v, exist[0], exist[0].clear_of(axes), reader, output)
+                self._add(v, exist[0], exist[0].clear_of(axes), asker)
             exist = [x for x in self.exist[v] if axes.isdisjoint(x.axes)]
         exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
             return
         if not any(_has_one_route(spec, need) for spec in exist):
-            self.get(v, need.without_partial(), reader, output)
+            self.get(v, need.without_partial(), asker)
         direct = min(self._price(v, spec, need) for spec in exist)
         mixed = not all(axes.isdisjoint(settled.axes) for axes in self.unequal_axes)
         if settled not in exist and settled != need and not mixed:
@@ -178,10 +182,10 @@ class _Versions:
             through = min(self._price(v, spec, settled) for spec in exist)
             through += self._price(v, settled, need)
             if through <= direct * (1 + 1e-9):
-                self._make(v, settled, reader, output)
-        self._make(v, need, reader, output)
+                self._make(v, settled, asker)
+        self._make(v, need, asker)
 
-    def _keep(self, v: int, need: Spec, reader: int | None, output: int | None) -> bool:
+    def _keep(self, v: int, need: Spec, asker: _Asker) -> bool:
         """Make a version split along manual axes as the value was made, or along some
         of them, if ``need`` is such a version: along the others it is gathered first.
         Return whether it is."""
@@ -192,9 +196,9 @@ class _Versions:
             return False
         part = origin.without(self.manual - shared)
         if part not in self.exist[v]:
-            self._add(v, origin, part, reader, output)
+            self._add(v, origin, part, asker)
         if part != need:
-            self._add(v, part, need, reader, output)
+            self._add(v, part, need, asker)
         return True
 
     def _before(
@@ -202,8 +206,7 @@ class _Versions:
         v: int,
         need: Spec,
         axes: frozenset[str],
-        reader: int | None,
-        output: int | None,
+        asker: _Asker,
     ) -> Spec:
         """Return the version that ``axes`` are added to: one that they do not split
         yet, or, if they are to reduce it, a partial one, so that the reshard is a
@@ -212,33 +215,29 @@ class _Versions:
         unreduced = [pair for pair in first.partial if pair[0] in axes]
         if not unreduced:
             bare = need.clear_of(axes)
-            self.get(v, bare, reader, output)
+            self.get(v, bare, asker)
             return bare
         source = need.clear_of([axis for axis, _ in unreduced])
         source = Spec.of(source.dims, (*source.partial, *unreduced))
         if source not in self.exist[v]:
-            self._add(v, first, source, reader, output)
+            self._add(v, first, source, asker)
         return source
 
-    def _make(
-        self, v: int, target: Spec, reader: int | None, output: int | None
-    ) -> None:
+    def _make(self, v: int, target: Spec, asker: _Asker) -> None:
         exist = self._candidates(v)
         source = min(exist, key=lambda spec: self._price(v, spec, target))
-        self._add(v, source, target, reader, output)
+        self._add(v, source, target, asker)
 
     def _candidates(self, v: int) -> list[Spec]:
         """Return versions that others are made from."""
         unequal_axes = frozenset[str]().union(*self.unequal_axes)
         return [spec for spec in self.exist[v] if unequal_axes.isdisjoint(spec.axes)]
 
-    def _add(
-        self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
-    ) -> None:
+    def _add(self, v: int, source: Spec, target: Spec, asker: _Asker) -> None:
         early = source == self.raw_specs[v] and target == self.settled[v]
         early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
-        self.reshards.append(Reshard(v, source, target, reader, output, early))
+        self.reshards.append(Reshard(v, source, target, *asker, early))
 
 
 def connect(
@@ -294,11 +293,11 @@ def connect(
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
             need = operand_spec(op.rule, strategy, i)
-            versions.get(v, need, op.index, None)
+            versions.get(v, need, (op.index, None))
             edges.reads[op.index, i] = need
     for k, (out, rest_spec) in enumerate(zip(program.outputs, rest_specs, strict=True)):
         if out is not None and rest_spec is not None:
-            versions.get(out, rest_spec, None, k)
+            versions.get(out, rest_spec, (None, k))
         edges.outputs.append(rest_spec)
     return edges
 

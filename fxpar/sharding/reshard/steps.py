@@ -281,10 +281,7 @@ Dims = tuple[Tokens, ...]
 
 def count(tokens: Tokens) -> int:
     """Return the number of shards that the tokens make."""
-    out = 1
-    for token in tokens:
-        out *= token[2]
-    return out
+    return math.prod([size for *_, size in tokens])
 
 
 def joined(tokens: Sequence[Token]) -> Tokens:

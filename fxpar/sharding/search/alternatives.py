@@ -54,7 +54,7 @@ class Alternative:
 
 
 def alternatives(
-    result: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
+    result: SearchResult, value: int, *, spec: Spec | None = None
 ) -> list[Alternative]:
     """Return other strategies of the op that makes a value, or other layouts of an
     input, the best first: those with ``spec``, or, without one, the few that look best.
@@ -82,7 +82,11 @@ def alternatives(
     for k in rows:
         strategy = node.strategies[k] if node.strategies else None
         specs = tuple(formulation.pool[n] for n in node.specs[k, first:])
-        out.append(Alternative(strategy, specs, _total(result, number, k, seconds)))
+        try:
+            cost = resolve(formulation.problem, {number: k}, result.solution).cost
+        except Infeasible:
+            cost = math.inf
+        out.append(Alternative(strategy, specs, cost + formulation.launches))
     return sorted(out, key=lambda a: a.seconds)
 
 
@@ -114,17 +118,6 @@ def _impossible(
     return PlanError(
         f"{name} is an input that cannot have {spec}", fix=f"ask for {possible}"
     )
-
-
-def _total(result: SearchResult, node: int, k: int, seconds: float) -> float:
-    """Return the seconds of the best plan in which a node takes strategy ``k``; inf if
-    none."""
-    problem = result.formulation.problem
-    try:
-        solution = resolve(problem, {node: k}, result.solution, seconds)
-    except Infeasible:
-        return float("inf")
-    return solution.cost + result.formulation.launches
 
 
 def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:

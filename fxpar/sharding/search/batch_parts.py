@@ -16,7 +16,7 @@ from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.program import Input, Op, Program, Value, is_contraction, phase_of
+from fxpar.sharding.program import Op, Program, Value, is_contraction, phase_of
 from fxpar.sharding.search.memory_constraints import Entry
 
 # The least bytes of an element that is accumulated over parts.
@@ -28,6 +28,17 @@ STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulat
 
 # Kernels of a program, by the set of values that are gathered twice.
 SharedKernels = dict[frozenset[int], ProgramKernels]
+
+
+def kernels_once(
+    program: Program, gathered: Collection[int], shared: SharedKernels
+) -> ProgramKernels:
+    """Return the kernels of a program, which are added to ``shared`` if they are not
+    there."""
+    key = frozenset(gathered)
+    if key not in shared:
+        shared[key] = kernels_of(program, gathered)
+    return shared[key]
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,7 @@ class PartProgram:
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
         """Return the kernels of one part."""
-        key = frozenset(gathered)
-        if key not in self.whole_kernels:
-            self.whole_kernels[key] = kernels_of(self.whole, gathered)
-        whole_kernels = self.whole_kernels[key]
+        whole_kernels = kernels_once(self.whole, gathered, self.whole_kernels)
         works = (
             self._work(op, work)
             for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)
@@ -130,14 +138,11 @@ class PartProgram:
     def op_share(self, index: int) -> float:
         """Return how many times an op's seconds are paid: the parts priced, or the
         share of them for an op that runs once for all parts."""
-        return self._share(bool(self.cut.factors[index]))
+        return self.paid / (1 if self.cut.factors[index] else self.count)
 
     def value_share(self, value: int) -> float:
         """Return how many times the seconds of resharding a value are paid."""
-        return self._share(bool(self.cut.dims[value]))
-
-    def _share(self, with_each: bool) -> float:
-        return float(self.paid) if with_each else self.paid / self.count
+        return self.paid / (1 if self.cut.dims[value] else self.count)
 
     @property
     def is_step(self) -> bool:
@@ -163,20 +168,15 @@ class PartProgram:
                 value = program.values[v]
                 wide = value.nbytes * max(1, WIDE // value.dtype.itemsize)
                 in_product = wide == value.nbytes and is_contraction(op)
-                if v in sums and not in_product and not self._is_passed_on(v):
+                # Readers that all make such sums from it are added up in its place.
+                readers = {self.whole.ops[i].results for i, _ in self.whole.uses[v]}
+                passed_on = readers and not any(map(sums.isdisjoint, readers))
+                if v in sums and not in_product and not passed_on:
                     nbytes = (value.nbytes + 2 * wide) * (1 - 1 / self.count)
                     moved.append((position, nbytes))
             if moved:
                 out[op.index] = tuple(moved)
         return out
-
-    def _is_passed_on(self, v: int) -> bool:
-        """Return whether all readers of a sum over parts make such sums from it: theirs
-        are added up in its place."""
-        readers = {i for i, _ in self.whole.uses[v]}
-        sums = self.cut.sums
-        passes = [not sums.isdisjoint(self.whole.ops[i].results) for i in readers]
-        return bool(passes) and all(passes)
 
     def held(self, live: Sequence[Entry]) -> list[Entry]:
         """Return the entries that occupy a place's memory, given entries of
@@ -195,7 +195,8 @@ class PartProgram:
                 entry = replace(entry, begin=0, end=end)
             elif entry.kind == "passing" and self._is_saved(entry):
                 entry = replace(entry, kind="saved")
-            out.append(entry.sized(int(entry.nbytes * self.share(entry))))
+            nbytes = int(entry.nbytes * self.share(entry))
+            out.append(replace(entry, nbytes=nbytes))
         return out
 
     def share(self, entry: Entry) -> float:
@@ -233,14 +234,10 @@ class PartProgram:
         signature, out = self.whole.signature, dict[int, str]()
         for result, v in self.whole.tensor_outputs:
             if result.kind == "gradient" and result.of is not None:
-                out[v] = self._along_at_rest(signature.inputs[result.of])
-        for declared, v in self.whole.tensor_inputs:
-            out[v] = self._along_at_rest(declared)
-        return out
-
-    def _along_at_rest(self, declared: Input) -> str:
-        along = declared.along_stages
-        return self.free_along_stages if along == "own" else along
+                out[v] = signature.inputs[result.of].along_stages
+        out |= {v: declared.along_stages for declared, v in self.whole.tensor_inputs}
+        free = self.free_along_stages
+        return {v: free if along == "own" else along for v, along in out.items()}
 
     def _is_saved(self, entry: Entry) -> bool:
         """Return whether a value of a training step's forward is read by its

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -53,7 +53,7 @@ from fxpar.sharding.search.search_space import (
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.solver import Edge, Live, Problem, Solution, solve
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy
+from fxpar.sharding.strategy import Strategy, specs
 
 
 @dataclass
@@ -109,25 +109,21 @@ class Formulation:
         return tuple(kinds[i] == "input" or j not in awaited for i, j, _ in edges)
 
 
-@dataclass(frozen=True)
-class FixedFacts:
-    """Holds facts that no choice changes."""
-
-    # By value, the hints that its specs have to agree with.
-    seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
-    keep_gathered: bool = False  # whether the backward gathers no parameter again
-    parts: PartProgram | None = None  # set if one part of a cut batch is priced
-
-
 class ProblemBuilder:
     """Collects nodes, the variables of the problem, then the edges between them, tables
     of seconds; equal edges share a table."""
 
     def __init__(
-        self, program: Program, mesh: Mesh, hardware: Hardware, facts: FixedFacts
+        self,
+        program: Program,
+        mesh: Mesh,
+        hardware: Hardware,
+        seeds: Mapping[int, Sequence[Seed]],
+        keep_gathered: bool,
+        parts: PartProgram | None,
     ) -> None:
         self.program, self.mesh, self.hardware = program, mesh, hardware
-        self.facts = facts
+        self.seeds, self.parts = seeds, parts
         self.backward = program.backward
         self.pool = Pool()
         self.nodes: list[Node] = []
@@ -147,12 +143,10 @@ class ProblemBuilder:
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward each gather for themselves.
         self.gathered_twice = frozenset[int]()
-        if not facts.keep_gathered:
+        if not keep_gathered:
             self.gathered_twice = program.gathered_again
-        if facts.parts is None:
-            self.kernels = kernels_of(program, self.gathered_twice)
-        else:
-            self.kernels = facts.parts.kernels(self.gathered_twice)
+        kernels = partial(kernels_of, program) if parts is None else parts.kernels
+        self.kernels = kernels(self.gathered_twice)
         self._ops()
         self._inputs()
         self._outputs()
@@ -177,7 +171,7 @@ class ProblemBuilder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                by_specs = search_space.strategies_by_specs(op.rule, self.mesh)
+                by_specs = search_space.strategies(op.rule, self.mesh)
                 rows = [[self.pool.number(s) for s in specs] for specs in by_specs]
                 numbers = np.array(rows).reshape(len(rows), -1)
                 self.columns[key] = tuple(by_specs.values()), numbers
@@ -197,7 +191,7 @@ class ProblemBuilder:
     def _adding(self, op: Op, numbers: np.ndarray) -> np.ndarray | None:
         """Return the seconds of adding an op's results of one part to the sums over
         parts, under each of its strategies; None where nothing is added."""
-        parts = self.facts.parts
+        parts = self.parts
         if parts is None or op.index not in parts.added:
             return None
         seconds = np.zeros(len(numbers))
@@ -218,16 +212,10 @@ class ProblemBuilder:
         messages = messages_of(op) if op.rule.sends else None
         key = (target, op.rule, work, messages, part)
         if key not in self.prices:
-            options = search_space.strategies(op.rule, self.mesh)
-            self.prices[key] = np.array(
-                [
-                    part
-                    * program_kernels.seconds(
-                        op, work, strategy, self.mesh, self.hardware
-                    )
-                    for strategy in options
-                ]
-            )
+            on = self.mesh, self.hardware
+            options = search_space.strategies(op.rule, self.mesh).values()
+            seconds = [program_kernels.seconds(op, work, x, *on) for x in options]
+            self.prices[key] = part * np.array(seconds)
         return self.prices[key]
 
     def specs_of_shape(self, v: int) -> list[Spec]:
@@ -237,7 +225,7 @@ class ProblemBuilder:
     def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
         """Return the specs that keep to the hints on a value; if none does, any that
         do. Raises HintError if hints on the value contradict each other."""
-        seeds = self.facts.seeds.get(v, ())
+        seeds = self.seeds.get(v, ())
         return allowed(self.program.values[v], seeds, specs, self.mesh)
 
     def like(self, v: int) -> tuple[Any, ...]:
@@ -248,11 +236,11 @@ class ProblemBuilder:
 
     def op_share(self, index: int) -> float:
         """Return how many times an op's seconds are paid."""
-        return self.facts.parts.op_share(index) if self.facts.parts else 1.0
+        return self.parts.op_share(index) if self.parts else 1.0
 
     def share(self, v: int) -> float:
         """Return how many times the seconds of resharding a value are paid."""
-        return self.facts.parts.value_share(v) if self.facts.parts else 1.0
+        return self.parts.value_share(v) if self.parts else 1.0
 
     def _column(self, end: EdgeEnd) -> np.ndarray:
         """Return the numbers of the specs at an end of an edge."""
@@ -335,22 +323,11 @@ class ProblemBuilder:
         value, pool = self.program.values[v], self.pool.specs
         sources, i = np.unique(have, return_inverse=True)
         targets, j = np.unique(need, return_inverse=True)
-        key = (
-            sources.tobytes(),
-            targets.tobytes(),
-            value.shape,
-            value.dtype.itemsize,
-            alone,
-        )
+        how = value.shape, value.dtype.itemsize, alone
+        key = sources.tobytes(), targets.tobytes(), *how
         if key not in self.matrices:
-            self.matrices[key] = all_pairs.matrix(
-                [pool[n] for n in sources],
-                [pool[n] for n in targets],
-                self.mesh,
-                value.shape,
-                value.dtype.itemsize,
-                alone,
-            )
+            a, b = ([pool[n] for n in numbers] for numbers in (sources, targets))
+            self.matrices[key] = all_pairs.matrix(a, b, self.mesh, *how)
         return self.matrices[key][i][:, j]
 
     def same(self, a: EdgeEnd, b: EdgeEnd) -> None:
@@ -431,7 +408,7 @@ class ProblemBuilder:
             maker = self.makers[v]
             node = self.nodes[maker.node]
             free = node.kind == "input" and len(node.specs) > 1
-            hinted = v in self.facts.seeds and not free
+            hinted = v in self.seeds and not free
             if len(readers) == 1 and not hinted:
                 self.edge(v, maker, readers[0][1])
                 continue
@@ -457,7 +434,7 @@ class ProblemBuilder:
             copies = specs[:, 0] != have[0] if len(have) == 1 else None
             node = self.node("value", v, specs, copies=copies)
             self.edge(v, maker, EdgeEnd(node, 0))
-        if v in self.facts.seeds and len(ends) > 1:
+        if v in self.seeds and len(ends) > 1:
             self._copied(v, node, ends)
             return node
         for end in ends:
@@ -498,8 +475,8 @@ class ProblemBuilder:
         """Return rows of memory, one per entry and the node that decides its spec,
         without those that are zero under all strategies."""
         live = entries(self.program, self.kernels, self.backward, self.gathered_twice)
-        if self.facts.parts is not None:
-            live = self.facts.parts.held(live)
+        if self.parts is not None:
+            live = self.parts.held(live)
         pool, out = self.pool.specs, []
         share = np.array([self.mesh.largest_share(s.sharded_axes) for s in pool])
         partial = np.array([bool(spec.partial) for spec in pool])
@@ -573,13 +550,20 @@ def formulate(
     program: Program,
     mesh: Mesh,
     hardware: Hardware,
-    facts: FixedFacts,
     limit: float | None = None,
+    *,
+    seeds: Mapping[int, Sequence[Seed]] | None = None,
+    keep_gathered: bool = False,
+    parts: PartProgram | None = None,
 ) -> Formulation:
     """Return the problem of a program, or of one part of its batch if that is cut.
-    ``mesh`` carries the hardware's links; ``limit``: bytes of a rank."""
-    program = facts.parts.program if facts.parts is not None else program
-    build = ProblemBuilder(program, mesh, hardware, facts)
+
+    ``mesh`` carries the hardware's links. ``limit``: bytes of a rank. ``seeds``: by
+    value, the hints that its specs have to agree with. ``keep_gathered``: whether the
+    backward gathers no parameter again.
+    """
+    program = program if parts is None else parts.program
+    build = ProblemBuilder(program, mesh, hardware, seeds or {}, keep_gathered, parts)
     memory = build.memory()
     problem = Problem(
         tuple(build.costs),
@@ -598,7 +582,7 @@ def formulate(
         build.kernels,
         hardware,
         tuple(entry for entry, _ in memory),
-        facts.parts,
+        parts,
         build.adding,
     )
 
@@ -656,7 +640,7 @@ def cost_of(
         if node.kind != "op":
             continue
         op = formulation.program.ops[node.of]
-        spec_row = search_space.specs(op.rule, strategies[node.of])
+        spec_row = specs(op.rule, strategies[node.of])
         numbers = [number_of.get(spec, -1) for spec in spec_row]
         rows = np.flatnonzero((node.specs == numbers).all(axis=1))
         if not rows.size:

@@ -18,6 +18,7 @@ Never: counts what the optimizer needs while it steps, or workspaces of librarie
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -48,12 +49,6 @@ class Entry:
     nbytes: int  # bytes of the whole value
     phase: int = 0  # the phase that a copy is made for: 0 forward, 1 backward
 
-    def sized(self, nbytes: int) -> Entry:
-        """Return the entry of a value of another size."""
-        if nbytes == self.nbytes:
-            return self
-        return Entry(self.value, self.kind, self.begin, self.end, nbytes, self.phase)
-
 
 def entries(
     program: Program,
@@ -64,45 +59,40 @@ def entries(
     """Return entries in order of inputs, then of ops. ``gathered_twice``: values that
     forward and backward gather each for itself. Small values that live within one phase
     are left out."""
-    spans = _read_spans(program, kernels, backward)
+    spans, end = _read_spans(program, kernels, backward), len(program.ops) + 1
     return [
         *_inputs(program, spans, gathered_twice),
-        *_gradients(program, kernels),
+        *(
+            Entry(v, "gradient", begin, end, program.values[v].nbytes)
+            for result, v in program.tensor_outputs
+            for begin in [kernels.written_at(kernels.base[v])]
+            if result.kind == "gradient"
+        ),
         *_results(program, kernels, backward, spans, gathered_twice),
     ]
 
 
-# By base: first and last time it is read in the forward, and in the backward.
-_ReadSpans = dict[int, tuple[tuple[int, int], tuple[int, int]]]
+# By base and phase (0 forward, 1 backward): the first and last time it is read there.
+_ReadSpans = defaultdict[tuple[int, int], tuple[int, int]]
 
 
 def _read_spans(
     program: Program, kernels: ProgramKernels, backward: Collection[int]
 ) -> _ReadSpans:
-    out: _ReadSpans = {}
-    for op in program.ops:
-        for b in {kernels.base[v] for v in op.operands}:
-            out[b] = _widened(out.get(b), kernels.runs[op.index])
+    out = _ReadSpans(lambda: (NEVER, NEVER))
+    reads = [(v, kernels.runs[op.index]) for op in program.ops for v in op.operands]
     end = len(program.ops)
     for result, v in program.tensor_outputs:
         if result.kind != "gradient":
-            b = kernels.base[v]
-            late = b in program.producers and program.producers[b][0] in backward
-            out[b] = _widened(out.get(b), (NEVER, end) if late else (end, NEVER))
+            maker = program.producers.get(kernels.base[v], (NEVER,))[0]
+            reads.append((v, (NEVER, end) if maker in backward else (end, NEVER)))
+    for v, times in reads:
+        for phase, time in enumerate(times):
+            if time != NEVER:
+                first, last = out[kernels.base[v], phase]
+                first = time if first == NEVER else min(first, time)
+                out[kernels.base[v], phase] = first, max(last, time)
     return out
-
-
-def _widened(
-    spans_so_far: tuple[tuple[int, int], tuple[int, int]] | None, at: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    spans = spans_so_far or ((NEVER, NEVER), (NEVER, NEVER))
-    first, second = (
-        span
-        if time == NEVER
-        else (time if span[0] == NEVER else min(span[0], time), max(span[1], time))
-        for span, time in zip(spans, at, strict=True)
-    )
-    return first, second
 
 
 def _inputs(
@@ -122,32 +112,13 @@ def _inputs(
             continue
         if k in trained:
             out.append(Entry(v, "optimizer", 0, end, MOMENTS * size))
-        for phase, (first, last) in enumerate(
-            _copies(spans.get(v), v in gathered_twice)
-        ):
+        times = [spans[v, 0], spans[v, 1]]
+        read = [time for time in times if time[1] != NEVER]
+        if read and v not in gathered_twice:  # one copy for all phases
+            times = [(read[0][0], read[-1][1])]
+        for phase, (first, last) in enumerate(times):
             if last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, phase))
-    return out
-
-
-def _copies(
-    spans: tuple[tuple[int, int], tuple[int, int]] | None, gathered_twice: bool
-) -> list[tuple[int, int]]:
-    """Return from when to when copies live, one for all phases or one for each."""
-    if spans is None:
-        return []
-    times = [span for span in spans if span[1] != NEVER]
-    if gathered_twice or not times:
-        return list(spans)
-    return [(times[0][0], times[-1][1])]
-
-
-def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
-    out, end = [], len(program.ops) + 1
-    for result, v in program.tensor_outputs:
-        if result.kind == "gradient":
-            begin = kernels.written_at(kernels.base[v])
-            out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out
 
 
@@ -160,14 +131,13 @@ def _results(
 ) -> list[Entry]:
     out: list[Entry] = []
     floor = SMALL * max((value.nbytes for value in program.values), default=0)
-    unread = ((NEVER, NEVER), (NEVER, NEVER))
     for op in program.ops:
         late = op.index in backward
         for v in op.results:
             if v not in kernels.written:
                 continue
             at, size = kernels.written_at(v), program.values[v].nbytes
-            (_, early), (first, last) = spans.get(v, unread)
+            (_, early), (first, last) = spans[v, 0], spans[v, 1]
             recomputed = v in kernels.recomputed and not late
             saved = not late and last != NEVER and not recomputed
             if not saved and size < floor:

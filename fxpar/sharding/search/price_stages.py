@@ -559,7 +559,7 @@ def price_stages(
     once = [
         seconds + exchange + update / speed
         for seconds, exchange, speed in zip(
-            _at_places(_by_stage(cost.once, cuts), places),
+            np.bincount(places, _by_stage(cost.once, cuts)).tolist(),
             exchanges,
             pipeline.speeds(range(pipeline.places)),
             strict=True,
@@ -654,30 +654,18 @@ def _costs(form: Formulation, solution: Solution, chain: StageChain) -> _Costs:
         end = j if form.nodes[j].kind == "op" and places[j][0] != UPDATE else i
         place, late, _ = places[end]
         values = [places[k][2] for k in (i, j) if form.nodes[k].kind != "op"]
-        share = min(values) if values else _moved_share(form, i, j)
+        if not values:  # a value of one op that another reads
+            makes, reads = (program.ops[form.nodes[k].of] for k in (i, j))
+            both = {*makes.results} & {*reads.operands}
+            values = [parts.value_share(v) for v in both] or [1.0]
+        share = min(values)
         add(seconds, place, late, share)
     return out
-
-
-def _moved_share(form: Formulation, i: int, j: int) -> float:
-    """Return how many times moving a value from one op to another is paid for a
-    part."""
-    assert form.parts is not None
-    maker, reader = (form.program.ops[form.nodes[k].of] for k in (i, j))
-    both = set(maker.results) & set(reader.operands)
-    return min(map(form.parts.value_share, both), default=1.0)
 
 
 def _by_stage(values: Sequence[float], cuts: Sequence[int]) -> list[float]:
     ends = [0, *cuts, len(values)]
     return [sum(values[a:b]) for a, b in itertools.pairwise(ends)]
-
-
-def _at_places(values: Sequence[float], places: Sequence[int]) -> list[float]:
-    out = [0.0] * (max(places) + 1)
-    for value, place in zip(values, places, strict=True):
-        out[place] += value
-    return out
 
 
 def _in_flight(row: Sequence[Action]) -> float:

@@ -37,7 +37,6 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import (
-    FixedFacts,
     Formulation,
     cost_of,
     decode,
@@ -275,8 +274,15 @@ def search(
     # Shards are equal, so the slowest rank decides.
     options = replace(options, hardware=options.hardware.at_speed(mesh.slowest))
     if before is None:
-        facts = FixedFacts(seeds, keep_gathered, parts)
-        formulation = formulate(program, mesh, options.hardware, facts, options.budget)
+        formulation = formulate(
+            program,
+            mesh,
+            options.hardware,
+            options.budget,
+            seeds=seeds,
+            keep_gathered=keep_gathered,
+            parts=parts,
+        )
         tied = repeated(formulation.program, program.backward)
         formulation = replace(
             formulation,

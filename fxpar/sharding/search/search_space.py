@@ -31,7 +31,7 @@ from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.shard_sizes import can_split
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, fits, specs
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,10 @@ class Pool:
 Part = str | int | None
 
 
-def strategies(rule: Rule, mesh: Mesh) -> tuple[Strategy, ...]:
-    """Return all strategies of an op with this rule, the one that leaves all whole
-    first."""
-    return tuple(strategies_by_specs(rule, mesh).values())
-
-
 @lru_cache(maxsize=1 << 14)
-def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Strategy]:
-    """Return ``strategies`` by the ``specs`` of each."""
+def strategies(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Strategy]:
+    """Return all strategies of an op with this rule by the specs of its tensors, the
+    one that leaves all whole first."""
     axes = [axis for axis in orders(mesh)[0] if mesh.sizes[axis] > 1]
     by_specs: dict[tuple[Spec, ...], Strategy] = {}
     options = [_parts(rule, mesh, axis) for axis in axes]
@@ -105,13 +100,6 @@ def strategies_by_specs(rule: Rule, mesh: Mesh) -> Mapping[tuple[Spec, ...], Str
             if all(len(spec.kinds) < 2 for spec in tensors):
                 by_specs.setdefault(tensors, strategy)
     return by_specs
-
-
-def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
-    """Return specs of the operands, then of the results as they are made."""
-    operands = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
-    results = [result_spec(rule, strategy, i) for i in range(len(rule.results))]
-    return (*operands, *results)
 
 
 def orders(mesh: Mesh) -> tuple[Axes, ...]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from fxpar.errors import TooLargeError
-from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
-from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels
+from fxpar.sharding.search.batch_parts import PartProgram, SharedKernels, kernels_once
 from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
 from fxpar.units import short_bytes, short_place, sizes_as_text
 
@@ -39,10 +39,7 @@ def whole_entries(
     """Return the entries of the whole batch. ``shared``: as
     ``PartProgram.whole_kernels``."""
     gathered = set() if keep_gathered else program.gathered_again
-    key, shared = frozenset(gathered), {} if shared is None else shared
-    if key not in shared:
-        shared[key] = kernels_of(program, gathered)
-    kernels = shared[key]
+    kernels = kernels_once(program, gathered, {} if shared is None else shared)
     return entries(program, kernels, program.backward, gathered)
 
 
@@ -58,14 +55,12 @@ def least_held(
     live = [entry for entry in whole if entry.kind not in _COPIES]
     if part is not None:
         cut, count = part.cut.dims, part.count
-        sizes = [x.sized(x.nbytes // count) if cut[x.value] else x for x in live]
+        sizes = [
+            replace(x, nbytes=x.nbytes // count) if cut[x.value] else x for x in live
+        ]
         floor = SMALL * max((entry.nbytes for entry in sizes), default=0)
         live = part.held([x for x in sizes if x.kind != "passing" or x.nbytes >= floor])
-    whole_at_rest = {
-        v
-        for declared, v in program.tensor_inputs
-        if declared.at_rest is not None and declared.at_rest.is_whole
-    }
+    whole_at_rest = _whole_at_rest(program)
     changes = np.zeros(len(program.ops) + 3)
     held = []
     for entry in live:
@@ -169,13 +164,15 @@ def _fixes(program: Program, held: Held, ranks: int, need: float) -> Iterable[st
         yield f"{fix}: {bound} {short_bytes(gain)} less".replace(":  ", ": ")
 
 
+def _whole_at_rest(program: Program) -> set[int]:
+    inputs = program.tensor_inputs
+    return {v for x, v in inputs if x.at_rest is not None and x.at_rest.is_whole}
+
+
 def _whole_parameters(program: Program) -> set[int]:
     """Return the parameters that every rank holds whole, and their gradients."""
-    out = set[int]()
-    for declared, v in program.tensor_inputs:
-        is_whole = declared.at_rest is not None and declared.at_rest.is_whole
-        if declared.kind == "parameter" and is_whole:
-            out.add(v)
+    out = _whole_at_rest(program)
+    out &= {v for x, v in program.tensor_inputs if x.kind == "parameter"}
     for result, v in program.tensor_outputs:
         of = program.inputs[result.of] if result.of is not None else None
         if result.kind == "gradient" and of in out:

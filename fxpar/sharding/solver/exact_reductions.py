@@ -10,6 +10,7 @@ irregular architectures", LCTES 2002 (R0, RI, RII).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -74,10 +75,15 @@ def _reduce_node(net: Network, i: int) -> set[int]:
     if net.size(i) == 1:
         _fold(net, i)
     elif len(neighbors) == 0 and not net.rows[i]:
-        _drop(net, i)
+        net.keep(i, np.array([int(np.argmin(net.unary[i]))]))
+        _fold(net, i)
     elif len(neighbors) == 1 and not net.rows[i]:
         _eliminate_leaf(net, i)
-    elif len(neighbors) == 2 and not net.rows[i] and _block(net, i) <= _BLOCK:
+    elif (
+        len(neighbors) == 2
+        and not net.rows[i]
+        and net.size(i) * math.prod(map(net.size, neighbors)) <= _BLOCK
+    ):
         _eliminate_link(net, i)
         j, k = neighbors
         revisit |= _around(net, consistent(net, (), [(j, k)]))
@@ -93,13 +99,6 @@ def _reduce_node(net: Network, i: int) -> set[int]:
 
 def _around(net: Network, nodes: set[int]) -> set[int]:
     return nodes.union(*(net.adj[i] for i in nodes))
-
-
-def _block(net: Network, i: int) -> int:
-    out = net.size(i)
-    for j in net.adj[i]:
-        out *= net.size(j)
-    return out
 
 
 def _settle_rows(net: Network, i: int) -> None:
@@ -126,12 +125,6 @@ def _fold(net: Network, i: int) -> None:
         choice[i] = name
 
     net.trail.append(undo)
-
-
-def _drop(net: Network, i: int) -> None:
-    """Give a node that nothing depends on its cheapest strategy."""
-    net.keep(i, np.array([int(np.argmin(net.unary[i]))]))
-    _fold(net, i)
 
 
 def _eliminate_leaf(net: Network, i: int) -> None:

@@ -130,11 +130,8 @@ def solve_window(
             for k, i in enumerate(free.tolist()):
                 net.keep(k, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
         inside = [np.searchsorted(net.names[k], choice[i]) for k, i in enumerate(free)]
-        cost = _inner_cost(net, inside)
-        if fits(flat, usage_of(flat, choice)):
-            forbid_above(net, cost)
-        else:
-            forbid_above(net, math.inf)
+        fitting = fits(flat, usage_of(flat, choice))
+        forbid_above(net, _inner_cost(net, inside) if fitting else math.inf)
         reduce(net, deadline)
     except Infeasible:
         return None, True
@@ -146,9 +143,7 @@ def solve_window(
     if best is None:
         return None, proved
     out = choice.copy()
-    out[free] = net.expand(
-        {int(i): int(k) for i, k in zip(core.nodes, best, strict=True)}
-    )
+    out[free] = net.expand(core.nodes, best)
     return out, proved
 
 
@@ -171,12 +166,12 @@ def _settle(
 def _inner_cost(net: Network, choice: Sequence) -> float:
     """Return the cost of a choice in a Network of which nothing is eliminated."""
     total = sum(float(net.unary[i][k]) for i, k in enumerate(choice))
-    edges = [
-        (i, j, table)
+    return total + sum(
+        float(table[choice[i], choice[j]])
         for i, neighbors in enumerate(net.adj)
         for j, table in neighbors.items()
-    ]
-    return total + sum(float(t[choice[i], choice[j]]) for i, j, t in edges if i < j)
+        if i < j
+    )
 
 
 def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
@@ -187,6 +182,7 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
     unary, arrays = [], {}
     adj: list[dict[int, np.ndarray]] = [{} for _ in free]
     rows: list[list] = []
+    own = np.zeros(len(flat.room))  # usage by the free nodes
     for k, i in enumerate(free.tolist()):
         size = int(flat.size[i])
         cost = flat.unary[flat.at[i] : flat.at[i + 1]].copy()
@@ -205,7 +201,9 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
         live = range(flat.live[i], flat.live[i + 1])
         span = [(int(flat.begin[m]), int(flat.end[m]), int(flat.use[m])) for m in live]
         rows.append([(a, b, flat.usage[u : u + size]) for a, b, u in span])
-    room = flat.room - usage_of(flat, choice) + _used_by(flat, choice, free)
+        for a, b, u in span:
+            own[a:b] += flat.usage[u + choice[i]]
+    room = flat.room - usage_of(flat, choice) + own
     tables = Tables()
     for i, neighbors in enumerate(adj):
         for j, table in neighbors.items():
@@ -214,14 +212,6 @@ def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
     names = [np.arange(len(cost)) for cost in unary]
     alive = set(range(len(free)))
     return Network(unary, adj, rows, room, tables, names, alive, slack=flat.slack)
-
-
-def _used_by(flat: Flat, choice: np.ndarray, free: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(flat.room))
-    for i in free.tolist():
-        for m in range(flat.live[i], flat.live[i + 1]):
-            out[flat.begin[m] : flat.end[m]] += flat.usage[flat.use[m] + choice[i]]
-    return out
 
 
 def _keep(

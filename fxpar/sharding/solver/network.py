@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.problem import FORBIDDEN, Infeasible, Problem
+from fxpar.sharding.solver.problem import Infeasible, Problem, range_sums, with_inf
 
 T = TypeVar("T")
 
@@ -36,7 +36,6 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple, tuple[object, Any]] = {}
-        self._dead: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def once(self, key: tuple, sources: object, make: Callable[[], T]) -> T:
         """Return the object made for a key; ``sources`` are kept alive, since keys hold
@@ -68,11 +67,8 @@ class Tables:
     def dead(self, a: np.ndarray) -> np.ndarray | None:
         """Return (rows,) whether every entry of a row is forbidden; None if of no
         row."""
-        entry = self._dead.get(id(a))
-        if entry is None:
-            rows = np.isinf(a).all(1)
-            entry = self._dead[id(a)] = (a, rows if rows.any() else None)
-        return entry[1]
+        rows = self.once(("dead", id(a)), a, lambda: np.isinf(a).all(1))
+        return rows if rows.any() else None
 
 
 @dataclass
@@ -124,10 +120,13 @@ class Network:
             self.adj[i][j] = cut = self.tables.rows(table, positions)
             self.adj[j][i] = self.tables.flip(cut)
 
-    def expand(self, choice: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the Problem's choice, from the position chosen for each node alive."""
+    def expand(
+        self, nodes: Iterable[int] = (), choice: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        """Return the Problem's choice, from the position chosen for each of the nodes
+        alive."""
         out = [0] * len(self.names)
-        for i, k in choice.items():
+        for i, k in zip(nodes, choice, strict=True):
             out[i] = int(self.names[i][k])
         for undo in reversed(self.trail):
             undo(out)
@@ -142,7 +141,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     tables = Tables()
     count = len(problem.costs)
     work_clock.did(_BUILD * (count + len(problem.edges)))
-    own = {id(cost): _forbid(np.array(cost, float)) for cost in problem.costs}
+    own = {id(cost): with_inf(cost) for cost in problem.costs}
     unary = [own[id(cost)] for cost in problem.costs]
     net = Network(
         unary,
@@ -153,7 +152,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
         [np.arange(len(cost)) for cost in unary],
         set(range(count)),
     )
-    shared = [_forbid(np.array(table, float)) for table in problem.tables]
+    shared = list(map(with_inf, problem.tables))
     for i, j, t in problem.edges:
         if i == j:
             unary[i] = unary[i] + np.diagonal(shared[t])
@@ -235,21 +234,6 @@ def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         ends, starts, "right"
     )
     return starts[count > 0]
-
-
-def range_sums(
-    first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
-) -> np.ndarray:
-    """Return (count,) sums of amounts over their half-open ranges of rows."""
-    change = np.zeros(count + 1)
-    np.add.at(change, first, amount)
-    np.add.at(change, last, -amount)
-    return np.cumsum(change[:-1])
-
-
-def _forbid(array: np.ndarray) -> np.ndarray:
-    array[array >= FORBIDDEN] = np.inf
-    return array
 
 
 # Seconds of work: of a table's entry that a message passes, of an entry of a message,

@@ -141,15 +141,22 @@ def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
         return 0.0, 0
     usage = np.array([m.usage[choice[m.node]] for m in entries], float)
     times = np.unique([m.begin for m in entries])
-    change = np.zeros(len(times) + 1)
-    np.add.at(change, np.searchsorted(times, [m.begin for m in entries]), usage)
-    np.add.at(change, np.searchsorted(times, [m.end for m in entries]), -usage)
-    totals = np.cumsum(change[:-1])
-    where = int(np.argmax(totals))
-    time = int(times[where])
+    first = np.searchsorted(times, [m.begin for m in entries])
+    last = np.searchsorted(times, [m.end for m in entries])
+    time = int(times[np.argmax(range_sums(first, last, usage, len(times)))])
     # Summed afresh: a running sum of floats drifts.
     now = [u for m, u in zip(entries, usage, strict=True) if m.begin <= time < m.end]
     return math.fsum(now), time
+
+
+def range_sums(
+    first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
+) -> np.ndarray:
+    """Return (count,) sums of amounts over their half-open ranges of rows."""
+    change = np.zeros(count + 1)
+    np.add.at(change, first, amount)
+    np.add.at(change, last, -amount)
+    return np.cumsum(change[:-1])
 
 
 def largest_at(
@@ -177,7 +184,7 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
     place = {head: k for k, head in enumerate(heads)}
     to = [place[head] for head in problem.tied]
     costs = [np.zeros(len(problem.costs[head])) for head in heads]
-    shared = {id(cost): _with_inf(cost) for cost in problem.costs}
+    shared = {id(cost): with_inf(cost) for cost in problem.costs}
     for i, cost in enumerate(problem.costs):
         costs[to[i]] = costs[to[i]] + shared[id(cost)]
     counts: dict[Edge, int] = {}
@@ -191,13 +198,14 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
         key = (edge.table, count)
         if key not in table_of:
             table_of[key] = len(tables)
-            tables.append(_with_inf(problem.tables[edge.table]) * count)
+            tables.append(with_inf(problem.tables[edge.table]) * count)
         edges.append(Edge(edge.i, edge.j, table_of[key]))
     memory = tuple(m._replace(node=to[m.node]) for m in problem.memory)
     tied = Problem(tuple(costs), tuple(edges), tuple(tables), memory, problem.limit)
     return tied, to
 
 
-def _with_inf(array: np.ndarray) -> np.ndarray:
+def with_inf(array: np.ndarray) -> np.ndarray:
+    """Return costs in which all that is not allowed is inf."""
     out = np.asarray(array, float)
     return np.where(out >= FORBIDDEN, np.inf, out)

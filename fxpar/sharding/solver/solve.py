@@ -121,23 +121,10 @@ class Search:
         )
 
 
-def choice_by_node(flat: Flat, choice: np.ndarray) -> dict[int, int]:
-    return {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
-
-
 def offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -> bool:
     if choice is None:
         return False
-    return search.offer(net.expand(choice_by_node(flat, choice)))
-
-
-def inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
-    """Return the best choice in the Flat, or None if it is not there or not known."""
-    if search.choice is None:
-        return None
-    choice = project(net, flat, search.choice)
-    allowed = math.isfinite(cost_of(flat, choice))
-    return choice if allowed and fits(flat, usage_of(flat, choice)) else None
+    return search.offer(net.expand(flat.nodes, choice))
 
 
 def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
@@ -266,10 +253,10 @@ def _core(search: Search, net: Network, certify: float) -> None:
     flat = Flat(net)
     if not len(flat.size):
         if fits(flat, np.zeros(len(flat.room))):
-            search.offer(net.expand({}))
+            search.offer(net.expand())
             search.raise_bound(net.constant)
         elif search.choice is None:
-            search.nearest = net.expand({})
+            search.nearest = net.expand()
             search.least = (search.problem.limit or 0.0) - float(flat.room.min())
             search.bound = math.inf
         return
@@ -281,9 +268,7 @@ def _core(search: Search, net: Network, certify: float) -> None:
     if len(flat.room):
         until = work_clock.now() + min(certify, 0.5 * search.seconds_left())
         priced = lagrangian.raise_prices(flat, until, target=search.cost)
-        _take(search, net, flat, priced)
-        unary = lagrangian.priced_unary(flat, priced.prices)
-        search.note("prices")
+        unary = _take(search, net, flat, priced)
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
         search.note("least excess")
@@ -301,11 +286,16 @@ def _core(search: Search, net: Network, certify: float) -> None:
         search.note("windows")
 
 
-def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -> None:
-    """Take the bound and choice that prices have brought."""
+def _take(
+    search: Search, net: Network, flat: Flat, priced: lagrangian.Priced
+) -> np.ndarray:
+    """Take the bound and choice that prices have brought; return costs with them."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
+    unary = lagrangian.priced_unary(flat, priced.prices)
+    search.note("prices")
+    return unary
 
 
 def _is_repetitive(problem: Problem) -> bool:
@@ -362,9 +352,7 @@ def _layered(search: Search, net: Network) -> None:
             patience=10,
             tolerance=max(1e-6, search.tolerance),
         )
-        _take(search, net, flat, priced)
-        unary = lagrangian.priced_unary(flat, priced.prices)
-        search.note("prices")
+        unary = _take(search, net, flat, priced)
     else:
         until = work_clock.now() + 0.95 * search.seconds_left()
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
@@ -413,8 +401,7 @@ def pass_pruned(
     bound = max(bound, min(higher, upper))
     if better is None:
         return choice, bound
-    core_choice = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
-    return np.array(net.expand(core_choice), np.int64), bound
+    return np.array(net.expand(core.nodes, better), np.int64), bound
 
 
 def _tied_prices(
@@ -446,7 +433,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     until = work_clock.now() + 0.3 * search.seconds_left()
     excess = lagrangian.least_excess(flat, until)
     if excess.choice is not None:
-        search.nearest = net.expand(choice_by_node(flat, excess.choice))
+        search.nearest = net.expand(flat.nodes, excess.choice)
         search.offer(search.nearest)
     search.least = max(search.least, search.problem.limit + excess.bound)
     if search.choice is None and excess.bound > flat.slack:
@@ -455,8 +442,10 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
 
 def _improve(search: Search, net: Network, flat: Flat, unary: np.ndarray) -> None:
     """Search large neighbourhoods from the best choice; ``unary``: with prices."""
-    choice = inside(search, net, flat)
-    if choice is None:
+    assert search.choice is not None
+    choice = project(net, flat, search.choice)
+    allowed = math.isfinite(cost_of(flat, choice))
+    if not (allowed and fits(flat, usage_of(flat, choice))):  # not in the Flat
         return
     state = message_passing.start(flat)
     until = work_clock.now() + 0.1 * search.seconds_left()

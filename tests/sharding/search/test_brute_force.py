@@ -66,7 +66,7 @@ class Everything:
         self.makers: dict[int, End] = {}
         self.readers: dict[int, list[End]] = {v.index: [] for v in program.values}
         for op in program.ops:
-            found = search_space.strategies(op.rule, mesh)
+            found = [*search_space.strategies(op.rule, mesh).values()]
             self.axes["op", op.index] = len(found)
             rows = [search_space.specs(op.rule, strategy) for strategy in found]
             for i, v in enumerate(op.tensors):
@@ -148,7 +148,7 @@ class Everything:
         hardware = machine()
         works = self.fused.works
         for op in self.program.ops:
-            found = search_space.strategies(op.rule, self.mesh)
+            found = [*search_space.strategies(op.rule, self.mesh).values()]
             mine = works[op.index]
             seconds = [
                 program_kernels.seconds(op, mine, s, self.mesh, hardware) for s in found

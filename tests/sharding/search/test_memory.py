@@ -27,7 +27,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.propagation import Seed
-from fxpar.sharding.search.formulate import FixedFacts, Formulation, cost_of, formulate
+from fxpar.sharding.search.formulate import Formulation, cost_of, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.solver import evaluate
@@ -229,7 +229,7 @@ def test_what_the_forward_keeps_is_held_when_its_kernel_runs() -> None:
     program = decided(lambda x: model(x).sum(), torch.randn(512, 16)).program
     on = lookup("cpu")
     mesh = on.on(Mesh.parse("dp=2"))
-    found = formulate(program, mesh, on, FixedFacts())
+    found = formulate(program, mesh, on)
     turn = min(program.backward)
     saved = [entry for entry in found.memory_entries if entry.kind == "saved"]
     traced_late = [e for e in saved if program.producers[e.value][0] > turn]
@@ -261,7 +261,7 @@ def test_the_search_counts_gathered_copies(keep: bool) -> None:
     mesh = Mesh.parse("dp=4")
     program = at_rest_on(decided(Two(64, 6), torch.randn(4, 64)).program, mesh)
     on = lookup("cpu").on(mesh)
-    found = formulate(program, on, lookup("cpu"), FixedFacts(keep_gathered=keep))
+    found = formulate(program, on, lookup("cpu"), keep_gathered=keep)
     copies = [entry for entry in found.memory_entries if entry.kind == "gathered"]
     backward = program.backward
     phases = [
@@ -283,7 +283,7 @@ def test_where_a_plan_lays_a_parameter_copies_are_told_apart() -> None:
     as a copy, which takes memory."""
     mesh = lookup("cpu").on(Mesh.parse("dp=2"))
     program = decided(Two(4, 2), torch.randn(4, 4)).program
-    found = formulate(program, mesh, lookup("cpu"), FixedFacts())
+    found = formulate(program, mesh, lookup("cpu"))
     v = program.named("layers.1.weight")
     assert v is not None, "which both phases read"
     key = "input", program.inputs.index(v)
@@ -325,8 +325,8 @@ def ratio(plan: Any) -> float:
     held = dict(plan.memory)
     state = held.pop("optimizer state")
     assert sum(held.values()) == plan.predicted.peak_bytes
-    facts = FixedFacts(seeds=input_seeds(decision))
-    found = formulate(decision.program, on.on(decision.mesh), on, facts)
+    seeds = input_seeds(decision)
+    found = formulate(decision.program, on.on(decision.mesh), on, seeds=seeds)
     return (solver_peak(found, decision) - state) / plan.predicted.peak_bytes
 
 

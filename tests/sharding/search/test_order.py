@@ -78,7 +78,7 @@ def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int,
     found = plan.result.decision.search
     while True:
         strategies = [
-            rng.choice(search_space.strategies(op.rule, found.mesh))
+            rng.choice([*search_space.strategies(op.rule, found.mesh).values()])
             for op in found.formulation.program.ops
         ]
         with contextlib.suppress(Infeasible, PlanError):

@@ -33,7 +33,7 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
-from fxpar.sharding.search.formulate import FixedFacts, cost_of, formulate
+from fxpar.sharding.search.formulate import cost_of, formulate
 from fxpar.sharding.search.run_search import (
     SearchOptions,
     repeated,
@@ -70,7 +70,7 @@ def test_no_choice_is_better(name: str, mesh: str) -> None:
     args = [torch.randn(shape) for shape in shapes]
     program = program_of(fn, *args, mesh=mesh)
     on = machine().on(Mesh.parse(mesh))
-    problem = formulate(program, on, machine(), FixedFacts()).problem
+    problem = formulate(program, on, machine()).problem
     sizes = [range(len(costs)) for costs in problem.costs]
     assert np.prod([len(size) for size in sizes], dtype=float) < 3e5
     least = min(evaluate(problem, choice)[0] for choice in itertools.product(*sizes))
@@ -304,7 +304,7 @@ def test_replicated_work_is_not_free() -> None:
     program = program_of(lambda x: F.gelu(x).exp() + 1, x, mesh="x=4")
     on = replace(machine(), launch=1.0)  # far above the work
     found = search(program, Mesh.parse("x=4"), SearchOptions(on), {})
-    whole = formulate(program, on.on(Mesh.parse("x=4")), on, FixedFacts())
+    whole = formulate(program, on.on(Mesh.parse("x=4")), on)
     assert whole.launches == pytest.approx(1.0)  # one fused kernel
     made = [found.settled[v] for op in program.ops for v in op.results]
     assert all(spec.sharded_axes for spec in made)
