@@ -37,7 +37,6 @@ from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
 from fxpar.fusion.kernels.region_program import (
     WAIT,
-    ComputeStep,
     RegionProgram,
     op_name,
     stages_of,
@@ -290,8 +289,8 @@ def _write(fused: Fused, folder: Path) -> None:
     for program in fused.programs:
         write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
         for step in stages_of(program):
-            if isinstance(step, ComputeStep):
-                kernel = kernel_of(step.program)
+            if isinstance(step, RegionProgram):
+                kernel = kernel_of(step)
                 path = folder / f"region_{program.hash}_{kernel.name}.py"
                 write_dump(path, kernel.text)
 

@@ -128,7 +128,7 @@ def fused(
         return None
     values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
     into = into or {}
-    targets = {program.outputs[i].name: x for i, x in into.items()} if into else {}
+    targets = {program.outputs[i].name: x for i, x in into.items()}
     try:
         results = launched(template, values, numbers, provider, targets)
     except Unshared as error:
@@ -217,10 +217,6 @@ def _measured(
     return ways_by_program.setdefault(program, way)
 
 
-# The rung to take where one has no template.
-_INSTEAD = {"multimem": "two_shot"}
-
-
 @cache
 def planned(
     program: RegionProgram,
@@ -243,7 +239,7 @@ def planned(
                 alone=alone,
             )
         except CannotEmit as error:
-            name, why = _INSTEAD.get(name, ""), str(error)
+            name, why = "two_shot" if name == "multimem" else "", str(error)
             continue
         log.debug("region %s: %s", program.hash, name)
         warps = way.warps or template.kernel.warps

@@ -11,7 +11,7 @@ Out: text, a hash; an ``Outline``: a program and its arguments. Never changes th
 and runs nothing (``run_kernels`` does).
 
 A program is split at its collectives, for several kernels or for one: into steps in
-order (``stages_of``), programs without collectives (``ComputeStep``) and collectives
+order (``stages_of``), programs without collectives and collectives
 (``CollectiveStep``), which pass values on by name; or into a ``SplitProgram``, from
 which one kernel is made. Lines that do not depend on a collective and are not needed
 for one run as late as they can, together with their readers.
@@ -447,19 +447,13 @@ class CollectiveStep:
         return self.line.op.split(".")[1]
 
 
-@dataclass(frozen=True)
-class ComputeStep:
-    """Is the compute between two collectives."""
-
-    program: RegionProgram  # the lines between them, as a separate program
-
-
 @cache
-def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...]:
-    """Return the steps of a program."""
+def stages_of(program: RegionProgram) -> tuple[RegionProgram | CollectiveStep, ...]:
+    """Return the steps of a program: collectives, and the lines between them, each as a
+    separate program."""
     moves = [line for line in program.lines if line.op in MOVES]
     stage = _stages(program)
-    steps: list[ComputeStep | CollectiveStep] = []
+    steps: list[RegionProgram | CollectiveStep] = []
     for k in range(len(moves) + 1):
         lines = [
             line
@@ -467,7 +461,7 @@ def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...
             if stage[line.name] == k and line.op not in MOVES and line.op != WAIT
         ]
         if lines:
-            steps.append(ComputeStep(_part(program, lines)))
+            steps.append(_part(program, lines))
         if k < len(moves):
             steps.append(_move(program, moves[k]))
     return tuple(steps)
@@ -562,8 +556,7 @@ def cut(program: RegionProgram) -> SplitProgram:
         if isinstance(step, CollectiveStep):
             moves.append(step)
         else:
-            assert isinstance(step, ComputeStep)
-            parts[len(moves)] = step.program
+            parts[len(moves)] = step
     if {0, 1} <= parts.keys():
         parts[0], parts[1] = _with_masks_moved(program, moves[0], parts[0], parts[1])
     output_names = {t.name for t in program.outputs}

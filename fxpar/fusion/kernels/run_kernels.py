@@ -32,7 +32,6 @@ from fxpar.fusion.kernels.emit import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import (
     CannotEmit,
     CollectiveStep,
-    ComputeStep,
     GroupName,
     Number,
     Ref,
@@ -137,22 +136,19 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     return x
 
 
+def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    on_cpu = x.device.type == "cpu" and not x.is_complex()
+    ops = torch.ops.fxpar if on_cpu else torch.ops._c10d_functional
+    return ops.all_gather_into_tensor(x, count, group)
+
+
 # Ops that do not run by their own kernels: a gather on CPU runs as
 # ``give_outputs`` makes it.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
-    "_c10d_functional.all_gather_into_tensor.default": lambda x, count, group: _gather(
-        x, count, group
-    ),
+    "_c10d_functional.all_gather_into_tensor.default": _gather,
 }
-
-
-def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
-    ours, c10d = torch.ops.fxpar, torch.ops._c10d_functional
-    if x.device.type == "cpu" and not x.is_complex():
-        return ours.all_gather_into_tensor(x, count, group)
-    return c10d.all_gather_into_tensor(x, count, group)
 
 
 @cache
@@ -183,24 +179,23 @@ def run(
     values = dict(zip(names_of(program), inputs, strict=True))
     alone = alone_of(program, inputs, device)
     steps = stages_of(program)
-    last = max(
-        (i for i, s in enumerate(steps) if isinstance(s, ComputeStep)), default=0
-    )
+    parts = [i for i, step in enumerate(steps) if isinstance(step, RegionProgram)]
     targets = {program.outputs[i].name: x for i, x in into.items()}
     for i, step in enumerate(steps):
         if isinstance(step, CollectiveStep):
             values[step.result] = move(step, values[step.operand], group)
             continue
-        kernel = compiled(step.program, device.type, alone)
+        kernel = compiled(step, device.type, alone)
         if kernel is None:
-            part = step.program
-            operands = [values[t.name] for t in part.inputs]
-            parts = interpret(part, operands, numbers)
-            values |= zip((t.name for t in part.outputs), parts, strict=True)
+            operands = [values[t.name] for t in step.inputs]
+            outputs = interpret(step, operands, numbers)
+            values |= zip((t.name for t in step.outputs), outputs, strict=True)
             continue
         # A later part could read what an earlier one overwrites.
-        into_here = targets if i == last else {}
-        values |= run_kernel(kernel, values, numbers, device, into_here, program)
+        into_here = targets if i == parts[-1] else {}
+        arguments, writes = arguments_of(kernel, values, numbers, device, into_here)
+        call(kernel, arguments, program)
+        values |= by_name(kernel, writes)
     return results(program, values, inputs, into)
 
 
@@ -250,21 +245,6 @@ def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tenso
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
-def run_kernel(
-    kernel: Kernel,
-    values: Mapping[str, torch.Tensor],
-    numbers: Sequence[int],
-    device: torch.device,
-    targets: Mapping[str, torch.Tensor],
-    region: RegionProgram,
-) -> dict[str, torch.Tensor]:
-    """Run a kernel and return its results, by name; at ``targets`` where that is
-    safe."""
-    arguments, writes = arguments_of(kernel, values, numbers, device, targets)
-    call(kernel, arguments, region)
-    return by_name(kernel, writes)
-
-
 def arguments_of(
     kernel: Kernel,
     values: Mapping[str, torch.Tensor],
@@ -272,7 +252,8 @@ def arguments_of(
     device: torch.device,
     targets: Mapping[str, torch.Tensor],
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return the arguments of a kernel, and those of them that it writes."""
+    """Return the arguments of a kernel, and those of them that it writes: ``targets``
+    where that is safe, else new memory."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
     writes = places(kernel, reads, targets, device)
     alone = (values[name].item() for name in kernel.alone)
@@ -290,8 +271,6 @@ def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.T
 
 def parts_of(kernel: Kernel, writes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that a kernel writes which are parts of sums."""
-    if not kernel.sums:
-        return []
     pairs = zip(kernel.writes, writes, strict=True)
     return [x for t, x in pairs if t.name in kernel.sums]
 
@@ -362,8 +341,6 @@ def places(
 ) -> list[torch.Tensor]:
     """Return memory for the results of a kernel: their targets, where a kernel can
     write there."""
-    if not targets:
-        return [place(kernel, t, device) for t in kernel.writes]
     return [
         targets[t.name]
         if t.name in targets and fits(kernel, reads, t, targets[t.name])

@@ -38,8 +38,8 @@ from fxpar.fusion.kernels.region_program import (
     REDUCE_SCATTER,
     WAIT,
     CannotEmit,
-    ComputeStep,
     Outline,
+    RegionProgram,
     op_name,
     outline,
     stages_of,
@@ -111,9 +111,9 @@ def grow(
 def _refused(outlined: Outline) -> CannotEmit | None:
     """Return why kernels cannot have a program; None if they can."""
     for step in stages_of(outlined.program):
-        if isinstance(step, ComputeStep):
+        if isinstance(step, RegionProgram):
             try:
-                emit_body(step.program)
+                emit_body(step)
             except CannotEmit as error:
                 return error
     return None
