@@ -36,6 +36,7 @@ from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
 from fxpar.features.at_rest.sharded_modules import (
     AT_REST,
     Home,
+    ParameterAtRest,
     live_homes,
 )
 from fxpar.runtime.caches import known_programs
@@ -68,14 +69,6 @@ Key = TypeVar("Key")
 Uses = Mapping[str, Spec]
 
 
-@dataclass(frozen=True)
-class ParameterLayout:
-    """Holds the layout of one parameter at rest."""
-
-    spec: Spec  # spec of the shards
-    hint: str  # the hint on it, as ``constrain`` takes one; "" if there is none
-
-
 def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
     """Return the mesh refined to the parts of axes that hints and the sample's plan
     name. Raises HintError for parts that the mesh does not have."""
@@ -97,41 +90,50 @@ def layouts_of(
     uses: Uses,
     *,
     strict: bool,
-) -> dict[int, ParameterLayout]:
-    """Choose the layout of each parameter, by its id: as a hint says, else as a
+) -> dict[nn.Parameter, ParameterAtRest]:
+    """Choose the layout of each parameter: as the last hint on it says, else as a
     sample's plan uses it, else split over all axes that no hint names. ``strict``: each
     hint must match some parameter. Raises HintError."""
-    names_of: dict[int, list[str]] = {}
-    parameters = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(p), []).append(name)
-        parameters[id(p)] = p
-    if strict:
-        _refuse_unmatched(table, list(names_of.values()))
+        names_of.setdefault(p, []).append(name)
+    # Along axes that hints name a parameter is whole where they do not split it, as in
+    # tensor parallelism, and not split for memory.
+    named, hinted = set[str](), dict[nn.Parameter, tuple[str, Entries]]()
+    for pattern, entry in table.items():
+        own = [p for p, names in names_of.items() if fnmatch.filter(names, pattern)]
+        if own:
+            named |= {*axes_of(entry, f"hint {pattern!r}")}
+        elif strict:
+            first_names = [names[0] for names in names_of.values()]
+            such = f"names are such as {', '.join(first_names[:4])}"
+            fix = nearest(pattern, first_names) or such
+            raise HintError(f"hint {pattern!r} matches no parameter", fix=fix)
+        hinted |= dict.fromkeys(own, (pattern, entry))
     stages, inner = pipeline_axis(mesh), without_stages(mesh)
-    named = _axes_of_hints(table, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, named))}
-    arguments: dict[int, tuple[Any, ...]] = {}  # arguments of ``at_rest``
-    hints: dict[int, str] = {}
-    used: dict[int, tuple[str, Sequence[int], Spec | None]] = {}
-    for key, names in names_of.items():
-        shape = tuple(parameters[key].shape)
-        hint = _hint_of(names, shape, mesh, table)
-        use = next((uses[name] for name in names if name in uses), None)
-        if hint is None:
-            used[key] = pattern_of(names[0]), shape, use and use.refined(mesh)
-            hint = Hint((), (), ())
-        arguments[key] = shape, inner, hint.dims, hint.closed, {*decided, *hint.whole}
-        hints[key] = ",".join(hint.words)
+    arguments: dict[nn.Parameter, tuple[Any, ...]] = {}  # arguments of ``at_rest``
+    hints: dict[nn.Parameter, str] = {}
+    used: dict[nn.Parameter, tuple[str, Sequence[int], Spec | None]] = {}
+    for p, names in names_of.items():
+        shape, hint = tuple(p.shape), Hint((), (), ())
+        if p in hinted:
+            hint = _in_axes(*hinted[p], names[0], shape, mesh)
+        else:
+            use = next((uses[name] for name in names if name in uses), None)
+            used[p] = pattern_of(names[0]), shape, use and use.refined(mesh)
+        arguments[p] = shape, inner, hint.dims, hint.closed, {*decided, *hint.whole}
+        hints[p] = ",".join(hint.words)
     even = stages is not None or not is_worth_chunks(arguments.values())
-    specs = {key: at_rest(*args, even=even) for key, args in arguments.items()}
+    specs = {p: at_rest(*args, even=even) for p, args in arguments.items()}
     specs |= layouts_as_used(used, inner, decided, even=even)
     if stages is not None:
-        specs = {
-            key: split_over_stages(spec, parameters[key].shape, mesh, stages)
-            for key, spec in specs.items()
-        }
-    return {key: ParameterLayout(spec, hints[key]) for key, spec in specs.items()}
+        for p, spec in specs.items():
+            specs[p] = split_over_stages(spec, p.shape, mesh, stages)
+    return {
+        p: ParameterAtRest(tuple(p.shape), str(specs[p]), hints[p], names[0])
+        for p, names in names_of.items()
+    }
 
 
 def pattern_of(name: str) -> str:
@@ -185,54 +187,16 @@ def layouts_as_used(
     return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
 
 
-def _hint_of(
-    names: Sequence[str],
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    table: Mapping[str, Entries],
-) -> Hint | None:
-    """Return the last hint on a parameter, in mesh axes."""
-    hits = [
-        (pattern, hint)
-        for pattern, hint in table.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
-    ]
-    if not hits:
-        return None
-    pattern, entry = hits[-1]
-    what = f"hint {pattern!r} on {names[0]}"
+def _in_axes(
+    pattern: str, entry: Entries, name: str, shape: tuple[int, ...], mesh: Mesh
+) -> Hint:
+    """Return a hint on a parameter, in mesh axes."""
+    what = f"hint {pattern!r} on {name}"
     hint = read(entry, len(shape), what)
     check(hint, without_stages(mesh), what)
     dims = tuple(map(mesh.parts, hint.dims))
     check_chunks(dims, shape, mesh, what)
     return replace(hint, dims=dims, whole=mesh.parts(hint.whole))
-
-
-def _refuse_unmatched(
-    table: Mapping[str, Entries], names_of: Sequence[Sequence[str]]
-) -> None:
-    """Raise HintError if a hint is for no parameter."""
-    every = [name for names in names_of for name in names]
-    for pattern in table:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in every):
-            continue
-        first_names = [names[0] for names in names_of]
-        hint = (
-            nearest(pattern, first_names)
-            or f"names are such as {', '.join(first_names[:4])}"
-        )
-        raise HintError(f"hint {pattern!r} matches no parameter", fix=hint)
-
-
-def _axes_of_hints(table: Mapping[str, Entries], names: Sequence[str]) -> set[str]:
-    """Return the axes that hints on parameters name: where they do not split another
-    parameter, it is whole along them, as in tensor parallelism, and not split for
-    memory."""
-    axes: set[str] = set()
-    for pattern, hint in table.items():
-        if fnmatch.filter(names, pattern):
-            axes |= {*axes_of(hint, f"hint {pattern!r}")}
-    return axes
 
 
 log = logging.getLogger("fxpar")

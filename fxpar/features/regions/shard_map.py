@@ -50,14 +50,7 @@ def _entry(spec: Any, name: str) -> Entry | None | str:
         return spec.dims, spec.partial
     if isinstance(spec, str) or not isinstance(spec, (tuple, list)):
         return f"{name} is {spec!r}: a spec is a tuple of axes per dim, or None"
-    dims: list[tuple[str, ...]] = []
-    for axes in spec:
-        if axes is None:
-            dims.append(())
-        elif isinstance(axes, str):
-            dims.append((axes,))
-        else:
-            dims.append(tuple(axes))
+    dims = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
     return tuple(dims), ()
 
 

@@ -55,7 +55,7 @@ def cut_microbatches(
     parts: int,
     fake_mode: Any,
     *,
-    required: bool = True,
+    required: bool,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """Return the graph with its batch in ``parts``, and notes on the cut.
 

@@ -132,6 +132,13 @@ def assembled(
 ) -> Kernel:
     """Return the kernel of a program, given its bodies and the lines of its function.
     ``first``, ``last``: parameters before the others and after them."""
+    # Values that are read or written in one of several loops alone, element by element,
+    # and the index of that loop.
+    loops: dict[str, int] = {}
+    for i, body in enumerate(bodies):
+        for value, is_elementwise in body.touched.items():
+            one_loop = loops.setdefault(value, i) == i
+            loops[value] = i if is_elementwise and one_loop else -1
     used = {p for body in bodies for p in body.parameters}
     numbers = tuple(sorted({i for body in bodies for i in body.numbers}))
     reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in used)
@@ -151,33 +158,16 @@ def assembled(
         frozenset(x for body in bodies for x in body.sums),
         numbers,
         programs,
-        warps_of(space),
-        loops_of(bodies),
+        # Sixteen elements to a thread of a row, eight of a flat block.
+        max(1, min(16, space.block // (_WARP * (16 if space.columns else 8)))),
+        {value: i for value, i in loops.items() if i >= 0},
         alone,
     )
-
-
-def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
-    """Return, for values that are read or written in one of several loops alone,
-    element by element, the index of that loop."""
-    loops: dict[str, int] = {}
-    for i, body in enumerate(bodies):
-        for name, alone in body.touched.items():
-            one_loop = loops.setdefault(name, i) == i
-            loops[name] = i if alone and one_loop else -1
-    return {name: i for name, i in loops.items() if i >= 0}
 
 
 def programs_of(space: Space, sums: bool) -> int:
     """Return the size of the grid."""
     return min(space.turns, _SUMMING) if sums else space.turns
-
-
-def warps_of(space: Space) -> int:
-    """Return the warps of a block: sixteen elements to a thread of a row, eight of a
-    flat one."""
-    each = 16 if space.columns else 8
-    return max(1, min(16, space.block // (_WARP * each)))
 
 
 def is_wide(program: RegionProgram) -> bool:

@@ -216,10 +216,6 @@ class Meeting:
         keys = [f"{self.name}/{self.turn}/{r}" for r in range(self.ranks)]
         return [self.store.get(key).decode() for key in keys]
 
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
-        self.words_of_all()
-
     def agreed(self, fn: Callable[[], T]) -> T:
         """Return ``fn()``, if it succeeds on all ranks. Raises Unshared on all of them
         if one raises a RuntimeError or an OSError; raises another error on its own rank
@@ -249,7 +245,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
 
     def all_done() -> None:
         torch.cuda.synchronize(device)
-        meeting.meet()
+        meeting.words_of_all()
 
     switch = False
 

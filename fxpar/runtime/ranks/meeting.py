@@ -214,7 +214,6 @@ def _verdict_key(world: World) -> str:
 def _words(
     world: World, keys: Sequence[str], word: str, what: str, seconds: float | None
 ) -> list[str]:
-    heartbeat = world.presence
     words = _on_one_machine(world, keys[world.rank], word)
     if words is None:
         give_up = partial(_give_up, world, keys, what)
@@ -224,7 +223,7 @@ def _words(
             watched(world, key_of, seconds or patience_limit(), give_up),
         ):
             words = _read(world, keys)
-    heartbeat.read += world.wrote  # every rank came to the meeting after it
+    world.presence.read += world.wrote  # every rank came to the meeting after it
     world.wrote = [keys[world.rank]]
     if world.rank == 0 and world.size > DIRECT:
         world.wrote.append(_verdict_key(world))

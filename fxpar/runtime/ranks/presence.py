@@ -112,12 +112,6 @@ def _error_text(error: Any) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-# Name on Linux of the threads that torch runs a backward in, on accelerators.
-_BACKWARD = "pt_autograd"
-# And those that serve the store.
-_SERVES = "pt_tcpstore"
-
-
 def computed() -> float:
     """Return the seconds of CPU that a program took: those of its Python threads,
     except the calling one, which answers for it, and of backwards. Threads that
@@ -125,8 +119,8 @@ def computed() -> float:
     takes 0.1 % of a core, a store's 30 us a question)."""
     threads = _python_threads()
     threads.discard(threading.get_native_id())
-    if torch.cuda.is_initialized():
-        threads |= _named_threads(_BACKWARD)
+    if torch.cuda.is_initialized():  # there torch runs a backward in threads of its own
+        threads |= _named_threads("pt_autograd")
     spent = [_seconds_of(thread) for thread in threads]
     if None in spent and not Path(_TASKS).exists():  # not Linux
         return time.process_time() - time.thread_time()
@@ -136,7 +130,7 @@ def computed() -> float:
 def torch_seconds() -> float:
     """Return the seconds of CPU of threads that are neither Python's nor serve the
     store: they send and receive for collectives."""
-    threads = _named_threads("") - _python_threads() - _named_threads(_SERVES)
+    threads = _named_threads("") - _python_threads() - _named_threads("pt_tcpstore")
     return sum(_seconds_of(thread) or 0.0 for thread in threads)
 
 
@@ -294,10 +288,6 @@ class Presence:
         mismatch = RankMismatchError(what, where=user_line(), fix=STORE_FIX)
         mismatch.is_reported = True  # every rank raises it
         return mismatch
-
-    def counts(self) -> dict[str, int]:
-        """Return how many meetings this rank came to, by the prefixes of its worlds."""
-        return {world.prefix: world.meetings for world in self.met_in}
 
     def refuse(self, rank: int, answer: Answer, why: str, fix: str) -> None:
         """Fail the meeting at which a rank waits for this one. ``answer``: of that
@@ -598,7 +588,8 @@ class Patience:
 
     def _end_of(self, late: Sequence[int]) -> str:
         """Return why the late ranks will not come; "" if they may."""
-        mine = self.presence.counts()
+        # How many meetings this rank came to, by the prefixes of its worlds.
+        mine = {world.prefix: world.meetings for world in self.presence.met_in}
         for rank in late:
             other = self.seen[rank]
             if other.state == "ended" and self.spent > ENDED:
