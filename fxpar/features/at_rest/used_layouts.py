@@ -262,7 +262,11 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
     homes = [home for home in homes if home.movable]
     if not homes or job.ranks.open:
         return
-    if not _can_move(homes[0], job.options):
+    mesh = Mesh.parse(homes[0].mesh)
+    # Along axes of the batch parameters are gathered in any case, and stages have their
+    # own layout.
+    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
+    if not along or pipeline_axis(mesh) or job.options.plan == "replicate":
         for home in homes:
             home.movable.clear()
         return
@@ -281,14 +285,6 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
         raise
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
-
-
-def _can_move(home: Home, options: Options) -> bool:
-    """Return whether another layout may be better than a split over all axes: along
-    axes of the batch parameters are gathered in any case, and stages have their own."""
-    mesh = Mesh.parse(home.mesh)
-    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
-    return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
 
 
 def _kind(x: Movable) -> tuple[Any, ...]:

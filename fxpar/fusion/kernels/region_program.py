@@ -63,13 +63,10 @@ class GroupName:
     """Stands for the name of the process group, as an argument of a line."""
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Describes an input or an output."""
+class _Sized:
+    """Is a value of known shape and dtype."""
 
-    name: str  # for an output, the name of a line
-    shape: tuple[int, ...]  # in elements
-    stride: tuple[int, ...]  # in elements
+    shape: tuple[int, ...]
     dtype: str  # as text ("float32")
 
     @property
@@ -79,11 +76,22 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all elements."""
         return self.count * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
-class Statement:
+class Tensor(_Sized):
+    """Describes an input or an output."""
+
+    name: str  # for an output, the name of a line
+    shape: tuple[int, ...]  # in elements
+    stride: tuple[int, ...]  # in elements
+    dtype: str  # as text ("float32")
+
+
+@dataclass(frozen=True)
+class Statement(_Sized):
     """Is one op: ``name = op(*args, **kwargs)``."""
 
     name: str  # name of its result
@@ -94,11 +102,6 @@ class Statement:
     kwargs: tuple[tuple[str, Any], ...]  # (name, argument); as ``args``
     shape: tuple[int, ...]  # shape of the result
     dtype: str  # dtype of the result, without ``torch.``
-
-    @property
-    def count(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -463,7 +466,9 @@ def stages_of(program: RegionProgram) -> tuple[RegionProgram | CollectiveStep, .
         if lines:
             steps.append(_part(program, lines))
         if k < len(moves):
-            steps.append(_move(program, moves[k]))
+            (operand,), name = moves[k].refs, moves[k].name
+            wait = next(w for w in program.lines if w.op == WAIT and name in w.refs)
+            steps.append(CollectiveStep(moves[k], operand, wait.name))
     return tuple(steps)
 
 
@@ -490,13 +495,6 @@ def _stages(program: RegionProgram) -> dict[str, int]:
         for name in line.refs:
             last_stage[name] = min(last_stage.get(name, end), stage)
     return least
-
-
-def _move(program: RegionProgram, line: Statement) -> CollectiveStep:
-    wait = next(w for w in program.lines if w.op == WAIT and line.name in w.refs)
-    operand = line.args[0]
-    assert isinstance(operand, Ref)
-    return CollectiveStep(line, operand.name, wait.name)
 
 
 def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:

@@ -207,14 +207,11 @@ def names_of(program: RegionProgram) -> tuple[str, ...]:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether generated kernels run on a device, here."""
-    return device.type == "cuda" or device.type == "cpu" and _is_interpreter()
-
-
-def _is_interpreter() -> bool:
-    """Return whether Triton was imported as an interpreter: its own functions are then
-    of that kind, too."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    """Return whether generated kernels run on a device, here: on CPU if Triton was
+    imported as an interpreter, of whose kind its own functions are then, too."""
+    if device.type == "cuda":
+        return True
+    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return False
     import triton.language as tl
 
