@@ -85,11 +85,6 @@ class BalancedRing(RingAttention):
 
     kind = _HalvesRing
 
-    def _check(
-        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
-    ) -> None:
-        self._check_ring(chunks, dim, ring)
-
     def _shards(self, build: Builder) -> list[fx.Node]:
         return [self._home(build, g.args[0], int(g.args[1])) for g in self.gathers]
 

@@ -393,9 +393,8 @@ class _Writer:
             raise CannotEmit(t.name, f"is of dtype {t.dtype}")
         self._reach(place)
         to = strided(t.shape, t.stride)
-        where = place if to.is_identity else self.needs.derive(place, to)
-        offset = place.text if to.is_identity else self._offset(to, place)
-        lines, text = source.read(offset, where.mask)
+        where = self.needs.derive(place, to)
+        lines, text = source.read(self._offset(to, place), where.mask)
         name = self._name(t.name)
         kind = kind or "float"
         narrow = {"float": "float32", "int": "int64", "bool": "bool"}[kind]
@@ -565,8 +564,7 @@ class _Writer:
     def _store(self, t: Tensor, sink: Sink) -> None:
         place = self.needs.place_of(t)
         value = self.texts[t.name, place.text]
-        to = strided(t.shape, t.stride)
-        offset = place.text if to.is_identity else self._offset(to, place)
+        offset = self._offset(strided(t.shape, t.stride), place)
         text = value.text
         if value.is_literal:
             text = _as_value(value).text

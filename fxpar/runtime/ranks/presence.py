@@ -406,7 +406,7 @@ class Presence:
         """Return the answer of this rank now."""
         for doing in _DOING[-1:]:
             return doing
-        line, waits, in_graph = _user_line(sys._current_frames())
+        line, waits, in_graph = _user_line()
         before, main, torch_took, at = self._cpu
         took = max(time.monotonic() - at, 1e-3)
         place = f"in a graph at {line}" if in_graph else f"in {line}"
@@ -451,15 +451,17 @@ _PYTHON = str(Path(contextlib.__file__).parent)
 
 def user_line() -> str:
     """Return the line of the user's code that the main thread is at."""
-    return _user_line(sys._current_frames())[0]
+    return _user_line()[0]
 
 
-def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _user_line() -> tuple[str, bool, bool]:
     """Return the ``user_line``, whether the main thread waits there for other ranks,
     and whether it runs a compiled graph."""
-    ident = threading.main_thread().ident
-    frame = frames.get(ident) if ident is not None else None
-    distributed, in_graph, last = False, False, "no code"
+    frame, distributed, in_graph, last = _main_frame(), False, False, "no code"
     generated = ("<eval_with_key>", _torch.inductor.cache_dir())
     while frame is not None:
         file = frame.f_code.co_filename
@@ -476,9 +478,7 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
 
 def is_in_collective() -> bool:
     """Return whether the main thread is inside a collective or a message of torch."""
-    ident = threading.main_thread().ident or 0
-    frame = sys._current_frames().get(ident)
-    if frame is None:
+    if (frame := _main_frame()) is None:
         return False
     file = frame.f_code.co_filename
     if file == f"{_TORCH}/_ops.py":
