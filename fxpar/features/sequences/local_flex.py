@@ -184,7 +184,6 @@ def shifted(
     copies: dict[fx.Node, Any] = {}
     for body_node in body.graph.nodes:
         copies[body_node] = inner.graph.node_copy(body_node, copies.__getitem__)
-        copies[body_node].meta = dict(body_node.meta)
         if body_node is inputs[-1]:
             for x, start in read.items():
                 copies[x] = inner.call(aten.add.Tensor, copies[x], start(inner))

@@ -40,6 +40,7 @@ from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
+from fxpar.sharding.program import descendants
 
 ours = torch.ops.fxpar
 
@@ -72,7 +73,7 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
     order: dict[fx.Node, None] = dict.fromkeys(
         n for n in nodes if n.op == "placeholder"
     )
-    staged = _derived_from_stages(nodes)
+    staged = descendants(filter(home_in_stage, nodes))
     demand((n for n in nodes if home_of(n) == ALL and n not in staged), order)
     for action in actions:
         demand(groups[action], order)
@@ -80,15 +81,6 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
     demand((n for n in nodes if home_of(n) is not None), order)
     demand(nodes, order)
     return list(order)
-
-
-def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of stages, and those that are computed from them."""
-    derived: set[fx.Node] = set()
-    for node in nodes:
-        if home_in_stage(node) or not derived.isdisjoint(node.all_input_nodes):
-            derived.add(node)
-    return derived
 
 
 def _groups(
@@ -251,7 +243,6 @@ class _StageLayout:
 
     def _copy(self, node: fx.Node, place: int) -> fx.Node:
         copy = self.staged.node_copy(node, lambda n: self.at(n, place))
-        copy.meta = dict(node.meta)
         if node.op == "call_function":
             copy.meta[PLACE] = place
         return copy

@@ -265,7 +265,6 @@ class _Unroller:
         copy = self.graph.node_copy(
             node, lambda n: x[part] if isinstance(x := self.values[n], list) else x
         )
-        copy.meta = dict(node.meta)
         copy.meta.update(copy.meta.pop(NOTED, {}))
         return copy
 

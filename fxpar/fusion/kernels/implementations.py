@@ -242,8 +242,8 @@ def fastest(
     seconds: dict[int, float] = {}
     for i, way in enumerate(ways):
         try:
-            run = meeting.agreed(partial(_with_runtime_errors, prepare, way))
-            mine = meeting.agreed(partial(_with_runtime_errors, clock, run))
+            run = meeting.agreed(partial(prepare, way), Exception)
+            mine = meeting.agreed(partial(clock, run), Exception)
         except Unshared:
             continue
         seconds[i] = max(map(float, meeting.words_of_all(repr(mine))))
@@ -253,15 +253,6 @@ def fastest(
     if seconds[best] > (1 - LEAST) * seconds[table]:
         best = table
     return ways[best], {str(ways[i]): each for i, each in seconds.items()}
-
-
-def _with_runtime_errors(fn: Callable[[Any], Any], x: Any) -> Any:
-    """Return ``fn(x)``; raise any error as a RuntimeError, which is reported to the
-    others."""
-    try:
-        return fn(x)
-    except Exception as error:
-        raise RuntimeError(str(error)) from error
 
 
 def tuned(
