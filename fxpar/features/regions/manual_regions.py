@@ -30,7 +30,6 @@ from fxpar.errors import MeshError, PlanError, RegionError
 from fxpar.graph import graph_bodies
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
-from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.region_ops import EDGES
 from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -131,15 +130,13 @@ def _overload(target: Any) -> Any:
 
 def _check_bodies(graph: fx.Graph) -> None:
     """Check that no manual region is in a branch or a loop."""
-    for holder in graph.find_nodes(op="get_attr"):
-        body = body_of(holder)
-        for node in body.graph.nodes if body is not None else ():
-            if node.target in EDGES:
-                raise RegionError(
-                    "a manual region is inside a branch or a loop",
-                    where=user_line(node),
-                    fix="put the branch or loop inside fn, or write it in Python",
-                )
+    for node in graph_bodies.all_nodes(graph):
+        if node.target in EDGES and node.graph is not graph:
+            raise RegionError(
+                "a manual region is inside a branch or a loop",
+                where=user_line(node),
+                fix="put the branch or loop inside fn, or write it in Python",
+            )
 
 
 def _number(graph: fx.Graph, mesh: Mesh) -> None:

@@ -207,7 +207,7 @@ def own_blocks(
     order = call(operator.getitem, order, 1)
     blocks = call(aten.gather.default, build.where(listed, own, 0), -1, order)
     blocks = call(aten.slice.Tensor, blocks, value.dim() - 1, 0, count)
-    blocks = call(aten.clone.default, blocks, memory_format=torch.contiguous_format)
+    blocks = build.copied(blocks)
     total = call(aten.sum.dim_IntList, flags, [-1])
     return build.cast(total, number.meta["val"].dtype), blocks
 
