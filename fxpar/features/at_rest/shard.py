@@ -256,12 +256,9 @@ def _uses(
             return declared
         return replace(declared, at_rest=Spec.whole(value.dim()))
 
-    what = call, declare, ranks, table, options
-    try:
+    with meeting.reporting():
+        what = call, declare, ranks, table, options
         decision = decided(*what, name="the sample's call")
-    except Exception as error:
-        meeting.abort(error)
-        raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
     mesh = decision.mesh

@@ -277,12 +277,8 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
     ours = {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
     if not ours:
         return
-    try:
-        with stage(LAYOUT):
-            moves = _FirstGraph(gm, examples, job, homes, ours).moved()
-    except Exception as error:
-        meeting.abort(error)
-        raise
+    with meeting.reporting(), stage(LAYOUT):
+        moves = _FirstGraph(gm, examples, job, homes, ours).moved()
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
 

@@ -535,6 +535,18 @@ def abort(error: BaseException) -> None:
         fail(f"{type(error).__name__}: {error}")
 
 
+@contextlib.contextmanager
+def reporting(but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """End the other ranks' wait for this one if it fails inside, unless by ``but``."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        abort(error)
+        raise
+
+
 def as_reported(error: E) -> E:
     """Return the error, marked as one that every rank raises."""
     error.is_reported = True
