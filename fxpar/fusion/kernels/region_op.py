@@ -126,7 +126,7 @@ def fused(
     template = templates[key]
     if template is None:
         return None
-    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
+    values = run_kernels.by_input(program, tensors)
     into = into or {}
     targets = {program.outputs[i].name: x for i, x in into.items()}
     try:
@@ -154,7 +154,6 @@ def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> Gro
     )
 
 
-@cache
 def _by_table(
     program: RegionProgram, facts: GroupFacts, programs: int, rung: str
 ) -> TunedWay:
@@ -192,7 +191,7 @@ def _measured(
     if provider.meeting is None:
         return ways_by_program.setdefault(program, table)
     alone = run_kernels.alone_of(program, tensors, device)
-    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
+    values = run_kernels.by_input(program, tensors)
 
     def prepare(way: TunedWay) -> Run:
         if way.rung == "nccl":

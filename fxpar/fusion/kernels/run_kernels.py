@@ -57,9 +57,7 @@ def interpret(
 ) -> list[torch.Tensor]:
     """Return the program's outputs; those that ``into`` names are written there."""
     device = device_of(inputs)
-    values: dict[str, Any] = dict(
-        zip((t.name for t in program.inputs), inputs, strict=True)
-    )
+    values: dict[str, Any] = by_input(program, inputs)
 
     def operand(x: Ref | Number | GroupName) -> Any:
         if isinstance(x, Ref):
@@ -74,6 +72,13 @@ def interpret(
         for name in unread:
             del values[name]
     return results(program, values, inputs, into or {})
+
+
+def by_input(
+    program: RegionProgram, values: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the values of a program's inputs, by name."""
+    return {t.name: x for t, x in zip(program.inputs, values, strict=True)}
 
 
 def results(
@@ -176,7 +181,7 @@ def run(
     device, into = device_of(inputs), into or {}
     if not has_kernels(device):
         return interpret(program, inputs, numbers, group, into)
-    values = dict(zip(names_of(program), inputs, strict=True))
+    values = by_input(program, inputs)
     alone = alone_of(program, inputs, device)
     steps = stages_of(program)
     parts = [i for i, step in enumerate(steps) if isinstance(step, RegionProgram)]
@@ -189,7 +194,7 @@ def run(
         if kernel is None:
             operands = [values[t.name] for t in step.inputs]
             outputs = interpret(step, operands, numbers)
-            values |= zip((t.name for t in step.outputs), outputs, strict=True)
+            values |= {t.name: x for t, x in zip(step.outputs, outputs, strict=True)}
             continue
         # A later part could read what an earlier one overwrites.
         into_here = targets if i == parts[-1] else {}
@@ -197,12 +202,6 @@ def run(
         call(kernel, arguments, program)
         values |= by_name(kernel, writes)
     return results(program, values, inputs, into)
-
-
-@cache
-def names_of(program: RegionProgram) -> tuple[str, ...]:
-    """Return the names of a program's inputs."""
-    return tuple(t.name for t in program.inputs)
 
 
 @cache
@@ -218,16 +217,13 @@ def has_kernels(device: torch.device) -> bool:
     return type(tl.rand).__name__ == "InterpretedFunction"
 
 
-_NONE: frozenset[str] = frozenset()
-
-
 def alone_of(
     program: RegionProgram, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> frozenset[str]:
     """Return the inputs that are numbers on the CPU, while kernels run elsewhere: they
     are given as floats, since copies would wait for the device."""
     if device == _CPU or not any(x.is_cpu for x in inputs):
-        return _NONE
+        return frozenset()
     return frozenset(
         t.name
         for t, x in zip(program.inputs, inputs, strict=True)
@@ -299,7 +295,7 @@ def call(
 
 @cache
 def compiled(
-    program: RegionProgram, device: str, alone: frozenset[str] = _NONE
+    program: RegionProgram, device: str, alone: frozenset[str] = frozenset()
 ) -> Kernel | None:
     """Return the kernel of a part on a kind of device; None if there can be none.
     ``alone``: inputs that are given as numbers."""
