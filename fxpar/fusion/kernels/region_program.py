@@ -63,7 +63,7 @@ class GroupName:
     """Stands for the name of the process group, as an argument of a line."""
 
 
-class _Sized:
+class _Shaped:
     """Is a value of known shape and dtype."""
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Sized:
 
 
 @dataclass(frozen=True)
-class Tensor(_Sized):
+class Tensor(_Shaped):
     """Describes an input or an output."""
 
     name: str  # for an output, the name of a line
@@ -91,7 +91,7 @@ class Tensor(_Sized):
 
 
 @dataclass(frozen=True)
-class Statement(_Sized):
+class Statement(_Shaped):
     """Is one op: ``name = op(*args, **kwargs)``."""
 
     name: str  # name of its result
