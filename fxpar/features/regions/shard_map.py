@@ -216,19 +216,14 @@ def _leave() -> None:
 @torch.compiler.assume_constant_result
 def _axis(name: str) -> tuple[str, int, str]:
     """Return (mesh, size of the axis, what is wrong) inside the innermost region."""
-    if not _regions.open:
-        return "", 1, ""
     mesh = next((r.mesh for r in reversed(_regions.open) if r.mesh is not None), None)
-    open_axes = {axis for region in _regions.open for axis in region.axes}
     if mesh is None:
         return "", 1, ""
+    open_axes = {axis for region in _regions.open for axis in region.axes}
     if name not in open_axes:
         names = ", ".join(sorted(open_axes))
-        return (
-            "",
-            1,
-            f"axis {name!r} is not one of this manual region, which has {names}",
-        )
+        wrong = f"axis {name!r} is not one of this manual region, which has {names}"
+        return "", 1, wrong
     return str(mesh), mesh.sizes[name], ""
 
 
