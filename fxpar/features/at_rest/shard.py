@@ -261,8 +261,7 @@ def _uses(
         decision = decided(*what, name="the sample's call")
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
-    mesh = decision.mesh
-    return ranks, {name: x.joined(mesh) for name, x in uses_of(decision).items()}
+    return ranks, uses_of(decision)
 
 
 def swap_parameters(

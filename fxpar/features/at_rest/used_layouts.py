@@ -242,10 +242,10 @@ def decided(
 
 def uses_of(decision: Decision) -> Uses:
     """Return the spec in which a plan uses each parameter, by name."""
-    program = decision.program
+    program, mesh = decision.program, decision.mesh
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return {
-        declared.name: decision.settled[v]
+        declared.name: decision.settled[v].joined(mesh)
         for declared, v in pairs
         if v is not None and declared.kind == "parameter"
     }
@@ -278,7 +278,18 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
     if not ours:
         return
     with meeting.reporting(), stage(LAYOUT):
-        moves = _FirstGraph(gm, examples, job, homes, ours).moved()
+        twins, texts = twins_of(ours.values()), dict[str, str]()
+        if meeting.is_leader():
+            with presence.works("plans how to shard parameters"):
+                texts = _planned(gm, examples, job, ours)
+        moves = _agreed(ours, texts)
+        for home in homes:
+            own_names = {x.name for x in ours.values() if x.home is home}
+            for copy in (ref() for ref in home.copies):
+                if copy is not None:
+                    copy.movable -= copy.movable if moves is None else own_names
+        for key, spec in (moves or {}).items():
+            move(ours[key], spec, twins)
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
 
@@ -329,127 +340,94 @@ def _agreed(
     }
 
 
-@dataclass(frozen=True)
-class _FirstGraph:
-    """Is the first Dynamo graph that reads parameters which may move."""
+def _planned(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    job: CompileJob,
+    ours: Mapping[str, Movable],
+) -> dict[str, str]:
+    """Return the planned spec of each parameter as text, from the record of an earlier
+    start or from a plan made here; none if planning fails, since compiling the graph
+    then says why."""
+    call = gm, job.named_inputs, examples, job.options, job.ranks
+    text = known_programs.text_of(*call, [*ours])
+    key = meeting.digest_of(text or "")
+    path = cache_files.folder() / f"{key}.rests.json"
+    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
+    if record:
+        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
+    try:
+        with _torch.dynamo.outside_of_trace():
+            uses = _uses(gm, examples, job, ours)
+    except Exception:
+        log.info("parameters stay sharded as they are", exc_info=True)
+        return {}
+    pairs = zip(job.named_inputs, examples, strict=True)
+    by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
+    first = next(iter(ours.values())).home
+    mesh, used = Mesh.parse(first.mesh), {}
+    for name, x in ours.items():
+        use = by_parameter.get(id(x.parameter))
+        if use is not None and any(axis not in mesh.sizes for axis in use.axes):
+            use = None
+        used[name] = _kind(x), tuple(x.parameter.shape), use
+    specs = layouts_as_used(used, mesh, even=first.is_even)
+    texts = {name: str(spec) for name, spec in specs.items()}
+    if text:
+        cache_files.write_record(path, FORMAT, key, {"rests": texts})
+    return texts
 
-    gm: fx.GraphModule
-    examples: Sequence[Any]  # values of its inputs
-    job: CompileJob
-    homes: Sequence[Home]  # the models of its parameters
-    ours: dict[str, Movable]  # the parameters, by a key that all ranks give them
 
-    def moved(self) -> dict[str, Spec] | None:
-        """Reshard the parameters to the layouts that rank 0 plans, and return the new
-        specs of those that changed; None if ranks read different parameters."""
-        twins, texts = twins_of(self.ours.values()), dict[str, str]()
-        if meeting.is_leader():
-            with presence.works("plans how to shard parameters"):
-                texts = self._planned()
-        moves = _agreed(self.ours, texts)
-        for home in self.homes:
-            own_names = {x.name for x in self.ours.values() if x.home is home}
-            for copy in (ref() for ref in home.copies):
-                if copy is not None:
-                    copy.movable -= copy.movable if moves is None else own_names
-        for key, spec in (moves or {}).items():
-            move(self.ours[key], spec, twins)
-        return moves
+def _uses(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    job: CompileJob,
+    ours: Mapping[str, Movable],
+) -> Uses:
+    """Return the spec in which the graph uses each parameter, by name: from the plan
+    file that it follows, else from a plan made here."""
+    options, ranks = job.options, job.ranks
+    if options.plan not in ("search", "propagate"):
+        with ranks.inside():
+            size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
+            mode = plan_mode(options.plan, options, size, name)
+        assert isinstance(mode, Plan)
+        return dict(mode.parameters)
+    forward = globally(_torch.dynamo.copy_graph(gm), job.named_inputs, examples)
+    fake_mode = _torch.fake.new_fake_mode(symbols=True)
+    free = {id(x.parameter) for x in ours.values()}
+    fakes = [fake_of(x, fake_mode) for x in examples]
+    for fake, x in zip(fakes, examples, strict=True):
+        if isinstance(x, torch.Tensor):
+            fake.requires_grad_(x.requires_grad)
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
+    )
+    call = TracedCall(forward.module, tuple(fakes), {}, grad)
+    declared: list[Input] = []
 
-    def _planned(self) -> dict[str, str]:
-        """Return the planned spec of each parameter as text, from the record of an
-        earlier start or from a plan made here; none if planning fails, since compiling
-        the graph then says why."""
-        job = self.job
-        text = known_programs.text_of(
-            *(self.gm, job.named_inputs, self.examples, job.options, job.ranks),
-            [*self.ours],
-        )
-        key = meeting.digest_of(text or "")
-        path = cache_files.folder() / f"{key}.rests.json"
-        record = text and cache_files.read_record(
-            path, FORMAT, key, lambda x: x["rests"]
-        )
-        if record:
-            return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
-        try:
-            with _torch.dynamo.outside_of_trace():
-                uses = self._uses()
-        except Exception:
-            log.info("parameters stay sharded as they are", exc_info=True)
-            return {}
-        texts = {key: str(spec) for key, spec in self._as_used(uses).items()}
-        if text:
-            cache_files.write_record(path, FORMAT, key, {"rests": texts})
-        return texts
+    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+        name, rest, use = f"{kind}_{len(declared)}", None, None
+        value, is_free = node.meta["val"], False
+        if kind == "input":
+            place = call.places[payload]
+            end, is_free = forward.ends[place], id(examples[place]) in free
+            name, kind = end.name, end.kind
+            if not is_free:
+                rest, use = end.at_rest, end.use
+        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
+            fed = options.inputs == "global" and rest is None
+            rest = Spec.whole(value.dim()) if fed else rest
+        declared.append(Input(name, kind, rest, use, splits=is_free))
+        return declared[-1]
 
-    def _as_used(self, uses: Uses) -> dict[str, Spec]:
-        """Return the layouts of parameters that the graph uses in these specs."""
-        pairs = zip(self.job.named_inputs, self.examples, strict=True)
-        by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
-        first = next(iter(self.ours.values())).home
-        mesh = Mesh.parse(first.mesh)
-        used = {}
-        for key, x in self.ours.items():
-            use = by_parameter.get(id(x.parameter))
-            if use is not None and any(axis not in mesh.sizes for axis in use.axes):
-                use = None
-            used[key] = _kind(x), tuple(x.parameter.shape), use
-        return layouts_as_used(used, mesh, even=first.is_even)
+    def end(kind: str, name: str, of: int | None) -> Output:
+        if kind != "gradient" or of is None:
+            return Output(name, kind, of, None)
+        return Output(name, kind, of, declared[of].at_rest)
 
-    def _uses(self) -> Uses:
-        """Return the spec in which the graph uses each parameter, by name: from the
-        plan file that it follows, else from a plan made here."""
-        options, ranks, examples = self.job.options, self.job.ranks, self.examples
-        if options.plan not in ("search", "propagate"):
-            with ranks.inside():
-                size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
-                mode = plan_mode(options.plan, options, size, name)
-            assert isinstance(mode, Plan)
-            return dict(mode.parameters)
-        gm = _torch.dynamo.copy_graph(self.gm)
-        forward = globally(gm, self.job.named_inputs, examples)
-        mode_ = _torch.fake.new_fake_mode(symbols=True)
-        free = {id(x.parameter) for x in self.ours.values()}
-        fakes = [fake_of(x, mode_) for x in examples]
-        for fake, x in zip(fakes, examples, strict=True):
-            if isinstance(x, torch.Tensor):
-                fake.requires_grad_(x.requires_grad)
-        grad = torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
-        )
-        call = TracedCall(forward.module, tuple(fakes), {}, grad)
-        declared: list[Input] = []
-
-        def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-            name, rest, use = f"{kind}_{len(declared)}", None, None
-            value, is_free = node.meta["val"], False
-            if kind == "input":
-                place = call.places[payload]
-                end, is_free = forward.ends[place], id(examples[place]) in free
-                name, kind = end.name, end.kind
-                if not is_free:
-                    rest, use = end.at_rest, end.use
-            if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
-                fed = options.inputs == "global" and rest is None
-                rest = Spec.whole(value.dim()) if fed else rest
-            declared.append(Input(name, kind, rest, use, splits=is_free))
-            return declared[-1]
-
-        def end(kind: str, name: str, of: int | None) -> Output:
-            rest = None
-            if kind == "gradient" and of is not None:
-                rest = declared[of].at_rest
-            return Output(name, kind, of, rest)
-
-        decision = decided(
-            *(call, declare, ranks, load(options.hints), options),
-            name="the first call",
-            plan=searched,
-            ends=[end],
-        )
-        mesh = decision.mesh
-        return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
+    what = call, declare, ranks, load(options.hints), options
+    return uses_of(decided(*what, name="the first call", plan=searched, ends=[end]))
 
 
 @dataclass(frozen=True)
