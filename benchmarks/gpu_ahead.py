@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.region_program import ComputeStep, RegionProgram, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider
 
 # Of parts of several processes, or with a group: what of them launches kernels.
@@ -157,9 +157,9 @@ def compile_parts_of(here: Here, programs: list[RegionProgram]) -> None:
             assert template is not None, f"region {program.hash} is not one kernel"
             compile_kernel(here, template.kernel, shared=True)
             for step in stages_of(program):
-                if isinstance(step, ComputeStep):
+                if isinstance(step, RegionProgram):
                     random = run_kernels.random_of("cuda")
-                    kernel = kernel_of(step.program, random=random)
+                    kernel = kernel_of(step, random=random)
                     compile_kernel(here, kernel, shared=False)
     _say(here, f"regions of models ({len(programs)})", binaries)
 

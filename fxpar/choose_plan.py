@@ -264,15 +264,11 @@ def is_still_right(
     tag, says = f"the comparison of plans of {request.name}", ""
     if request.is_leader:
         trial_request = _on_hardware(request).with_options(schedule="none")
-        try:
-            with presence.works(f"decides {tag}"):
-                now, then = (
-                    _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
-                    for trial in (trial_request, replace(trial_request, mode=rival))
-                )
-        except Exception as error:
-            meeting.abort(error)
-            raise
+        with meeting.reporting(), presence.works(f"decides {tag}"):
+            now, then = (
+                _predicted(size_nodes.at_hints(graph, fake_mode), fake_mode, trial)
+                for trial in (trial_request, replace(trial_request, mode=rival))
+            )
         is_better = now < math.inf and times * now <= then
         says = "falls" if is_better else "stands"
     return meeting.gather(tag, says)[0] == "stands"

@@ -178,7 +178,7 @@ def _look_up(
         text = known_programs.text_of(
             gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
-    with _reporting_to_others():
+    with meeting.reporting(_OF_ALL):
         tag = f"the stored record of graph{number}"
         entry = known_programs.look_up(text, tag, anew=anew)
     _make_groups(job.ranks, entry)
@@ -255,7 +255,7 @@ class Compilation:
         compiled = None
         with (
             status_line.status_of(name, pipeline.STEP_NAMES, on=showing),
-            _reporting_to_others(),
+            meeting.reporting(_OF_ALL),
             refusing_data(gm),
             stage(TRACE),
             _refusing_open_sizes() if job.open else contextlib.nullcontext(),
@@ -286,7 +286,7 @@ class Compilation:
     def _await_leader(self, entry: KnownProgram) -> KnownProgram | None:
         """Return the program once rank 0 has compiled it; None if it could not be
         planned, which this rank then finds out for itself."""
-        with _reporting_to_others():
+        with meeting.reporting(_OF_ALL):
             planned = known_programs.await_plan(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
                 return planned
@@ -457,7 +457,7 @@ class Compilation:
             if not self.is_agreed:
                 return self._lower(graph, which, generate)
             forward = len(self.launches)
-            with _reporting_to_others(but=()):
+            with meeting.reporting():
                 compiled = self._lower(graph, which, generate)
                 # With a known plan, a rank may have it from AOTAutograd's cache.
                 plan = self.result.plan if self.result is not None else None
@@ -664,18 +664,6 @@ def _load_inductor() -> None:
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """Return the bound graph to run op by op, for ``codegen="eager"``."""
     return _torch.inductor.make_boxed(gm.forward)
-
-
-@contextlib.contextmanager
-def _reporting_to_others(but: tuple[type[Exception], ...] = _OF_ALL) -> Iterator[None]:
-    """End the other ranks' wait for this one if it fails inside."""
-    try:
-        yield
-    except but:
-        raise
-    except Exception as error:
-        meeting.abort(error)
-        raise
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import torch
 import fxpar
 from fxpar import cache_files
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import implementations, region_op, run_kernels
+from fxpar.fusion.kernels import region_op, run_kernels
 from fxpar.runtime.caches import known_programs, plan_store
 from fxpar.sharding.spec import Spec
 
@@ -118,16 +118,13 @@ def test_values_of_other_types_are_no_error(kind: Any, plan: Any) -> None:
     assert None in loaded
 
 
-def test_files_of_kernels_may_be_damaged(folder: Path) -> None:
-    region, tuned = region_op._path("a"), folder / "tuned" / "a.json"
-    for path in (region, tuned):
-        path.parent.mkdir(parents=True)
+def test_files_of_regions_may_be_damaged(folder: Path) -> None:
+    path = region_op._path("a")
+    path.parent.mkdir(parents=True)
     for damage in _damages(b'{"way": {"rung": "one", "programs": 1}}'):
-        region.write_bytes(damage)
+        path.write_bytes(damage)
         with pytest.raises(FxparError, match="is not known"):
             region_op.lookup("a")
-        tuned.write_bytes(damage)
-        implementations._read(implementations._text_of(tuned))
 
 
 def test_a_damaged_mark_is_replaced(folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,8 +62,8 @@ def near_words() -> tuple[list[str], list[bool], list[str], list[str]]:
     channel = meeting.current()
     assert channel is not None
     meeting.DIRECT = 8
-    published = partial(meeting._published, channel.store, f"{channel.prefix}/new")
-    channel.boxes = Mailboxes(rank, RANKS, published, channel.meetings)
+    where = channel.store, f"{channel.prefix}/new"
+    channel.boxes = Mailboxes(rank, RANKS, *where, channel.meetings)
     read = channel.boxes.read
 
     def noted(number: int) -> Any:
@@ -94,28 +93,17 @@ def test_words_are_read_from_memory() -> None:
         assert near[:5] == [True] * 5 and not near[-1]
 
 
-def published_here() -> Any:
-    """What publishes the name of boxes within this process."""
-    names: list[str] = []
-
-    def published(name: str | None) -> str | None:
-        names.extend([name] if name else [])
-        return names[0] if names else None
-
-    return published
-
-
 def test_a_box_holds_the_word_of_one_call() -> None:
     """Not that of an earlier call, one that is half written, or one taken out."""
-    published = published_here()
-    first, second = (Mailboxes(rank, 2, published) for rank in range(2))
+    store = dist.HashStore()
+    first, second = (Mailboxes(rank, 2, store, "") for rank in range(2))
     for number in range(1, 5):  # opens the memory
         first.prepare(number)
         second.prepare(number)
         first.write(number, f"a{number}")
         second.write(number, f"b{number}")
     assert first.read(4) == second.read(4) == ["a4", "b4"]
-    name, path = published(None).split("\n")
+    name, path = store.get("/boxes").decode().split("\n")
     with pytest.raises(OSError):  # nobody else opens it
         assert name not in os.readlink(path)
         raise OSError
@@ -133,21 +121,23 @@ def test_a_box_holds_the_word_of_one_call() -> None:
 
 def test_no_room_for_boxes_is_no_error() -> None:
     """Words go through the store then."""
-    published = published_here()
+    store = dist.HashStore()
     full = mock.patch.object(os, "posix_fallocate", side_effect=OSError("no room"))
-    boxes = Mailboxes(0, 2, published)
+    boxes = Mailboxes(0, 2, store, "")
     with full:
         boxes.prepare(2)
     boxes.write(1, "a")
     assert boxes.read(1) is None
-    assert published(None) is None
+    assert not store.check(["/boxes"])
 
 
 def test_memory_of_another_is_not_opened(tmp_path: Path) -> None:
     """What another container has at the path of the boxes, if anything."""
     other = tmp_path / "other"
     other.write_bytes(bytes(1 << 16))
-    boxes = Mailboxes(1, 2, lambda _: f"fxpar-boxes\n{other}")
+    store = dist.HashStore()
+    store.set("/boxes", f"fxpar-boxes\n{other}")
+    boxes = Mailboxes(1, 2, store, "")
     for number in range(5):
         boxes.prepare(number)
         boxes.write(number, "b")

@@ -131,7 +131,6 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
 
 @torch.library.impl("fxpar::to_local", "CompositeExplicitAutograd")
 def _(x, spec, mesh, reduce):
-    group = _torch.distributed.default_group()
-    rank = group.rank() if group is not None else 0
+    rank = _torch.distributed.own_rank()
     part = part_of(x, Spec.parse(spec), Mesh.parse(mesh), rank)
     return part.clone(memory_format=torch.contiguous_format)

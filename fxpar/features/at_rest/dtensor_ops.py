@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -167,20 +168,18 @@ def _views(op: Any, x: Any, *settings: Any, **more: Any) -> Any:
         )
     base, before = _torch.dtensor.base_of(x)
 
-    def views_of(whole: torch.Tensor) -> Any:
-        return op(before(whole), *settings, **more)
-
     form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     forms = op(form, *settings, **more)
+
+    def view(form: torch.Tensor, pick: Callable[[Any], Any]) -> Any:
+        def of(whole: torch.Tensor) -> Any:
+            return pick(op(before(whole), *settings, **more))
+
+        return _torch.dtensor.copied_view(base, of, gathered, form)
+
     if isinstance(forms, torch.Tensor):
-        return _torch.dtensor.copied_view(base, views_of, gathered, forms)
-
-    def view(i: int) -> Any:
-        return _torch.dtensor.copied_view(
-            base, lambda whole: views_of(whole)[i], gathered, forms[i]
-        )
-
-    return [view(i) for i in range(len(forms))]
+        return view(forms, lambda result: result)
+    return [view(form, operator.itemgetter(i)) for i, form in enumerate(forms)]
 
 
 def _part_to_hold(x: Any, y: Any) -> torch.Tensor:

@@ -38,7 +38,6 @@ from fxpar.features.at_rest.sharded_modules import (
     adopt,
 )
 from fxpar.features.at_rest.used_layouts import (
-    ParameterLayout,
     Uses,
     decided,
     layouts_of,
@@ -215,12 +214,7 @@ def _refuse(model: nn.Module) -> None:
 def _same_mesh(mesh: Any) -> None:
     """Raise MeshError if a mesh is given that FXPAR_MESH contradicts."""
     from_environment = os.environ.get(f"{PREFIX}MESH")
-    if (
-        mesh is None
-        or not from_environment
-        or mesh == from_environment
-        or read_auto(from_environment)
-    ):
+    if mesh is None or not from_environment or read_auto(from_environment):
         return
     described = mesh
     if hasattr(mesh, "mesh_dim_names"):
@@ -262,62 +256,49 @@ def _uses(
             return declared
         return replace(declared, at_rest=Spec.whole(value.dim()))
 
-    what = call, declare, ranks, table, options
-    try:
+    with meeting.reporting():
+        what = call, declare, ranks, table, options
         decision = decided(*what, name="the sample's call")
-    except Exception as error:
-        meeting.abort(error)
-        raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
-    mesh = decision.mesh
-    return ranks, {name: x.joined(mesh) for name, x in uses_of(decision).items()}
+    return ranks, uses_of(decision)
 
 
 def swap_parameters(
     model: nn.Module,
     ranks: Ranks,
-    layout: Mapping[int, ParameterLayout],
+    layouts: Mapping[nn.Parameter, ParameterAtRest],
     *,
     movable: bool,
 ) -> None:
     """Replace parameters by their shards, and classes by those that gather them.
     ``movable``: whether the first graph to read a parameter lays it out as it uses it.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
     sizes = ranks.mesh.sizes
     batch = tuple(axis for axis in batch_axes(ranks.mesh) if sizes[axis] > 1)
     home = Home(str(ranks.mesh), batch, round=meeting.meetings())
-    home.movable = {*names.values()} if movable else set()
-    forms = {id(p): tuple(p.shape) for p in model.parameters()}
-    home.is_even = all(
-        own_layout.spec.is_even(ranks.mesh, forms[key])
-        for key, own_layout in layout.items()
-    )
-    parts: dict[int, nn.Parameter] = {}
-    originals = list(model.parameters())  # ids stay taken while parameters change
+    home.movable = {x.name for x in layouts.values()} if movable else set()
+    specs = {p: Spec.parse(x.spec) for p, x in layouts.items()}
+    home.is_even = all(spec.is_even(ranks.mesh, p.shape) for p, spec in specs.items())
+    parts: dict[nn.Parameter, nn.Parameter] = {}
     modules = list(model.named_modules())
     for name, module in modules:
-        _refuse_hidden(module, name, layout)
+        _refuse_hidden(module, name, layouts)
     for _, module in modules:
         infos = {}
         for key, p in list(_torch.objects.own_parameters(module).items()):
             if p is None:
                 continue
-            own_layout = layout[id(p)]
-            if id(p) not in parts:
-                parts[id(p)] = _resting(p, own_layout.spec, ranks)
-                setattr(parts[id(p)], HOME, home)
-            _torch.objects.own_parameters(module)[key] = parts[id(p)]
-            infos[key] = ParameterAtRest(
-                tuple(p.shape), str(own_layout.spec), own_layout.hint, names[id(p)]
-            )
+            if p not in parts:
+                parts[p] = _resting(p, specs[p], ranks)
+                setattr(parts[p], HOME, home)
+            _torch.objects.own_parameters(module)[key] = parts[p]
+            infos[key] = layouts[p]
         if infos or module is model:
             adopt(module, home, infos, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
         if isinstance(module, nn.RNNBase):
             _torch.dynamo.list_recurrent_weights(module)
-    del originals
 
 
 def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
@@ -330,20 +311,16 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     serve_parts()
     if device == "cpu":
         draw_as_one_device()
-    shape = torch.Size(p.shape)
-    strides = torch.empty(shape, device="meta").stride()
-    mesh, placements = (
-        device_mesh_of(ranks.mesh, device),
-        spec.to_placements(ranks.mesh),
-    )
-    dtensor = dtensor_of(part, mesh, placements, shape, strides)
+    layout = device_mesh_of(ranks.mesh, device), spec.to_placements(ranks.mesh)
+    strides = torch.empty(p.shape, device="meta").stride()
+    dtensor = dtensor_of(part, *layout, p.shape, strides)
     parameter = nn.Parameter(dtensor, requires_grad=p.requires_grad)
     parameter.__dict__.update(p.__dict__)
     return parameter
 
 
 def _refuse_hidden(
-    module: nn.Module, name: str, layout: Mapping[int, ParameterLayout]
+    module: nn.Module, name: str, layouts: Mapping[nn.Parameter, ParameterAtRest]
 ) -> None:
     """Raise ShardError if a module keeps parameters elsewhere too."""
     for key, value in module.__dict__.items():
@@ -354,7 +331,7 @@ def _refuse_hidden(
         inside = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, dict):
             inside = list(value.values())
-        if any(isinstance(x, nn.Parameter) and id(x) in layout for x in inside):
+        if any(isinstance(x, nn.Parameter) and x in layouts for x in inside):
             raise ShardError(
                 f"{type(module).__name__} {name or 'model'} keeps a parameter in its "
                 f"attribute {key!r} too, where it cannot be sharded",

@@ -17,13 +17,12 @@ an error.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -205,7 +204,7 @@ def adopt(
     home: Home,
     infos: dict[str, ParameterAtRest],
     *,
-    root: bool = False,
+    root: bool,
 ) -> None:
     """Swap the class of ``module`` for a subclass with a property per parameter.
     ``root``: it is the whole model, whose inputs are cast."""
@@ -285,23 +284,15 @@ def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) ->
     mode has a gradient of its own part of the batch."""
     if home.local:
         reduce.meet(f"{name} {list(at_rest.shape)}")
-    with _counting_writes():
+    # Tensors that are made in inference mode count no writes.
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
         value = _globally(parameter, home, at_rest)
         if value.requires_grad:
             # Whether ranks feed parts may be known only once a graph reads it.
             value.register_hook(lambda g: reduce.mean_of(g) if home.local else g)
         note_read(home, id(parameter), value, name, user_line())
     return value
-
-
-@contextlib.contextmanager
-def _counting_writes() -> Iterator[None]:
-    """Let new tensors count writes, which those made in inference mode do not."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:

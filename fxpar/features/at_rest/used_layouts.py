@@ -36,6 +36,7 @@ from fxpar.features.at_rest.dynamo_graphs import fake_of, globally
 from fxpar.features.at_rest.sharded_modules import (
     AT_REST,
     Home,
+    ParameterAtRest,
     live_homes,
 )
 from fxpar.runtime.caches import known_programs
@@ -68,14 +69,6 @@ Key = TypeVar("Key")
 Uses = Mapping[str, Spec]
 
 
-@dataclass(frozen=True)
-class ParameterLayout:
-    """Holds the layout of one parameter at rest."""
-
-    spec: Spec  # spec of the shards
-    hint: str  # the hint on it, as ``constrain`` takes one; "" if there is none
-
-
 def with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
     """Return the mesh refined to the parts of axes that hints and the sample's plan
     name. Raises HintError for parts that the mesh does not have."""
@@ -97,41 +90,50 @@ def layouts_of(
     uses: Uses,
     *,
     strict: bool,
-) -> dict[int, ParameterLayout]:
-    """Choose the layout of each parameter, by its id: as a hint says, else as a
+) -> dict[nn.Parameter, ParameterAtRest]:
+    """Choose the layout of each parameter: as the last hint on it says, else as a
     sample's plan uses it, else split over all axes that no hint names. ``strict``: each
     hint must match some parameter. Raises HintError."""
-    names_of: dict[int, list[str]] = {}
-    parameters = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(p), []).append(name)
-        parameters[id(p)] = p
-    if strict:
-        _refuse_unmatched(table, list(names_of.values()))
+        names_of.setdefault(p, []).append(name)
+    # Along axes that hints name a parameter is whole where they do not split it, as in
+    # tensor parallelism, and not split for memory.
+    named, hinted = set[str](), dict[nn.Parameter, tuple[str, Entries]]()
+    for pattern, entry in table.items():
+        own = [p for p, names in names_of.items() if fnmatch.filter(names, pattern)]
+        if own:
+            named |= {*axes_of(entry, f"hint {pattern!r}")}
+        elif strict:
+            first_names = [names[0] for names in names_of.values()]
+            such = f"names are such as {', '.join(first_names[:4])}"
+            fix = nearest(pattern, first_names) or such
+            raise HintError(f"hint {pattern!r} matches no parameter", fix=fix)
+        hinted |= dict.fromkeys(own, (pattern, entry))
     stages, inner = pipeline_axis(mesh), without_stages(mesh)
-    named = _axes_of_hints(table, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, named))}
-    arguments: dict[int, tuple[Any, ...]] = {}  # arguments of ``at_rest``
-    hints: dict[int, str] = {}
-    used: dict[int, tuple[str, Sequence[int], Spec | None]] = {}
-    for key, names in names_of.items():
-        shape = tuple(parameters[key].shape)
-        hint = _hint_of(names, shape, mesh, table)
-        use = next((uses[name] for name in names if name in uses), None)
-        if hint is None:
-            used[key] = pattern_of(names[0]), shape, use and use.refined(mesh)
-            hint = Hint((), (), ())
-        arguments[key] = shape, inner, hint.dims, hint.closed, {*decided, *hint.whole}
-        hints[key] = ",".join(hint.words)
+    arguments: dict[nn.Parameter, tuple[Any, ...]] = {}  # arguments of ``at_rest``
+    hints: dict[nn.Parameter, str] = {}
+    used: dict[nn.Parameter, tuple[str, Sequence[int], Spec | None]] = {}
+    for p, names in names_of.items():
+        shape, hint = tuple(p.shape), Hint((), (), ())
+        if p in hinted:
+            hint = _in_axes(*hinted[p], names[0], shape, mesh)
+        else:
+            use = next((uses[name] for name in names if name in uses), None)
+            used[p] = pattern_of(names[0]), shape, use and use.refined(mesh)
+        arguments[p] = shape, inner, hint.dims, hint.closed, {*decided, *hint.whole}
+        hints[p] = ",".join(hint.words)
     even = stages is not None or not is_worth_chunks(arguments.values())
-    specs = {key: at_rest(*args, even=even) for key, args in arguments.items()}
+    specs = {p: at_rest(*args, even=even) for p, args in arguments.items()}
     specs |= layouts_as_used(used, inner, decided, even=even)
     if stages is not None:
-        specs = {
-            key: split_over_stages(spec, parameters[key].shape, mesh, stages)
-            for key, spec in specs.items()
-        }
-    return {key: ParameterLayout(spec, hints[key]) for key, spec in specs.items()}
+        for p, spec in specs.items():
+            specs[p] = split_over_stages(spec, p.shape, mesh, stages)
+    return {
+        p: ParameterAtRest(tuple(p.shape), str(specs[p]), hints[p], names[0])
+        for p, names in names_of.items()
+    }
 
 
 def pattern_of(name: str) -> str:
@@ -185,54 +187,16 @@ def layouts_as_used(
     return {key: specs[kind] for key, kind in kinds.items() if kind in specs}
 
 
-def _hint_of(
-    names: Sequence[str],
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    table: Mapping[str, Entries],
-) -> Hint | None:
-    """Return the last hint on a parameter, in mesh axes."""
-    hits = [
-        (pattern, hint)
-        for pattern, hint in table.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
-    ]
-    if not hits:
-        return None
-    pattern, entry = hits[-1]
-    what = f"hint {pattern!r} on {names[0]}"
+def _in_axes(
+    pattern: str, entry: Entries, name: str, shape: tuple[int, ...], mesh: Mesh
+) -> Hint:
+    """Return a hint on a parameter, in mesh axes."""
+    what = f"hint {pattern!r} on {name}"
     hint = read(entry, len(shape), what)
     check(hint, without_stages(mesh), what)
     dims = tuple(map(mesh.parts, hint.dims))
     check_chunks(dims, shape, mesh, what)
     return replace(hint, dims=dims, whole=mesh.parts(hint.whole))
-
-
-def _refuse_unmatched(
-    table: Mapping[str, Entries], names_of: Sequence[Sequence[str]]
-) -> None:
-    """Raise HintError if a hint is for no parameter."""
-    every = [name for names in names_of for name in names]
-    for pattern in table:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in every):
-            continue
-        first_names = [names[0] for names in names_of]
-        hint = (
-            nearest(pattern, first_names)
-            or f"names are such as {', '.join(first_names[:4])}"
-        )
-        raise HintError(f"hint {pattern!r} matches no parameter", fix=hint)
-
-
-def _axes_of_hints(table: Mapping[str, Entries], names: Sequence[str]) -> set[str]:
-    """Return the axes that hints on parameters name: where they do not split another
-    parameter, it is whole along them, as in tensor parallelism, and not split for
-    memory."""
-    axes: set[str] = set()
-    for pattern, hint in table.items():
-        if fnmatch.filter(names, pattern):
-            axes |= {*axes_of(hint, f"hint {pattern!r}")}
-    return axes
 
 
 log = logging.getLogger("fxpar")
@@ -278,10 +242,10 @@ def decided(
 
 def uses_of(decision: Decision) -> Uses:
     """Return the spec in which a plan uses each parameter, by name."""
-    program = decision.program
+    program, mesh = decision.program, decision.mesh
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
     return {
-        declared.name: decision.settled[v]
+        declared.name: decision.settled[v].joined(mesh)
         for declared, v in pairs
         if v is not None and declared.kind == "parameter"
     }
@@ -298,7 +262,11 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
     homes = [home for home in homes if home.movable]
     if not homes or job.ranks.open:
         return
-    if not _can_move(homes[0], job.options):
+    mesh = Mesh.parse(homes[0].mesh)
+    # Along axes of the batch parameters are gathered in any case, and stages have their
+    # own layout.
+    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
+    if not along or pipeline_axis(mesh) or job.options.plan == "replicate":
         for home in homes:
             home.movable.clear()
         return
@@ -309,22 +277,21 @@ def settle(gm: fx.GraphModule, examples: Sequence[Any], job: CompileJob) -> None
     ours = {f"{homes.index(x.home)} {x.name}": x for x in every if _kind(x) in kinds}
     if not ours:
         return
-    try:
-        with stage(LAYOUT):
-            moves = _FirstGraph(gm, examples, job, homes, ours).moved()
-    except Exception as error:
-        meeting.abort(error)
-        raise
+    with meeting.reporting(), stage(LAYOUT):
+        twins, texts = twins_of(ours.values()), dict[str, str]()
+        if meeting.is_leader():
+            with presence.works("plans how to shard parameters"):
+                texts = _planned(gm, examples, job, ours)
+        moves = _agreed(ours, texts)
+        for home in homes:
+            own_names = {x.name for x in ours.values() if x.home is home}
+            for copy in (ref() for ref in home.copies):
+                if copy is not None:
+                    copy.movable -= copy.movable if moves is None else own_names
+        for key, spec in (moves or {}).items():
+            move(ours[key], spec, twins)
     if moves:
         _torch.dynamo.trace_again("fxpar: parameters are sharded as they are used")
-
-
-def _can_move(home: Home, options: Options) -> bool:
-    """Return whether another layout may be better than a split over all axes: along
-    axes of the batch parameters are gathered in any case, and stages have their own."""
-    mesh = Mesh.parse(home.mesh)
-    along = {axis for axis, size in mesh.axes if size > 1} - {*batch_axes(mesh)}
-    return bool(along) and not pipeline_axis(mesh) and options.plan != "replicate"
 
 
 def _kind(x: Movable) -> tuple[Any, ...]:
@@ -373,127 +340,94 @@ def _agreed(
     }
 
 
-@dataclass(frozen=True)
-class _FirstGraph:
-    """Is the first Dynamo graph that reads parameters which may move."""
+def _planned(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    job: CompileJob,
+    ours: Mapping[str, Movable],
+) -> dict[str, str]:
+    """Return the planned spec of each parameter as text, from the record of an earlier
+    start or from a plan made here; none if planning fails, since compiling the graph
+    then says why."""
+    call = gm, job.named_inputs, examples, job.options, job.ranks
+    text = known_programs.text_of(*call, [*ours])
+    key = meeting.digest_of(text or "")
+    path = cache_files.folder() / f"{key}.rests.json"
+    record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
+    if record:
+        return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
+    try:
+        with _torch.dynamo.outside_of_trace():
+            uses = _uses(gm, examples, job, ours)
+    except Exception:
+        log.info("parameters stay sharded as they are", exc_info=True)
+        return {}
+    pairs = zip(job.named_inputs, examples, strict=True)
+    by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
+    first = next(iter(ours.values())).home
+    mesh, used = Mesh.parse(first.mesh), {}
+    for name, x in ours.items():
+        use = by_parameter.get(id(x.parameter))
+        if use is not None and any(axis not in mesh.sizes for axis in use.axes):
+            use = None
+        used[name] = _kind(x), tuple(x.parameter.shape), use
+    specs = layouts_as_used(used, mesh, even=first.is_even)
+    texts = {name: str(spec) for name, spec in specs.items()}
+    if text:
+        cache_files.write_record(path, FORMAT, key, {"rests": texts})
+    return texts
 
-    gm: fx.GraphModule
-    examples: Sequence[Any]  # values of its inputs
-    job: CompileJob
-    homes: Sequence[Home]  # the models of its parameters
-    ours: dict[str, Movable]  # the parameters, by a key that all ranks give them
 
-    def moved(self) -> dict[str, Spec] | None:
-        """Reshard the parameters to the layouts that rank 0 plans, and return the new
-        specs of those that changed; None if ranks read different parameters."""
-        twins, texts = twins_of(self.ours.values()), dict[str, str]()
-        if meeting.is_leader():
-            with presence.works("plans how to shard parameters"):
-                texts = self._planned()
-        moves = _agreed(self.ours, texts)
-        for home in self.homes:
-            own_names = {x.name for x in self.ours.values() if x.home is home}
-            for copy in (ref() for ref in home.copies):
-                if copy is not None:
-                    copy.movable -= copy.movable if moves is None else own_names
-        for key, spec in (moves or {}).items():
-            move(self.ours[key], spec, twins)
-        return moves
+def _uses(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    job: CompileJob,
+    ours: Mapping[str, Movable],
+) -> Uses:
+    """Return the spec in which the graph uses each parameter, by name: from the plan
+    file that it follows, else from a plan made here."""
+    options, ranks = job.options, job.ranks
+    if options.plan not in ("search", "propagate"):
+        with ranks.inside():
+            size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
+            mode = plan_mode(options.plan, options, size, name)
+        assert isinstance(mode, Plan)
+        return dict(mode.parameters)
+    forward = globally(_torch.dynamo.copy_graph(gm), job.named_inputs, examples)
+    fake_mode = _torch.fake.new_fake_mode(symbols=True)
+    free = {id(x.parameter) for x in ours.values()}
+    fakes = [fake_of(x, fake_mode) for x in examples]
+    for fake, x in zip(fakes, examples, strict=True):
+        if isinstance(x, torch.Tensor):
+            fake.requires_grad_(x.requires_grad)
+    grad = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
+    )
+    call = TracedCall(forward.module, tuple(fakes), {}, grad)
+    declared: list[Input] = []
 
-    def _planned(self) -> dict[str, str]:
-        """Return the planned spec of each parameter as text, from the record of an
-        earlier start or from a plan made here; none if planning fails, since compiling
-        the graph then says why."""
-        job = self.job
-        text = known_programs.text_of(
-            *(self.gm, job.named_inputs, self.examples, job.options, job.ranks),
-            [*self.ours],
-        )
-        key = meeting.digest_of(text or "")
-        path = cache_files.folder() / f"{key}.rests.json"
-        record = text and cache_files.read_record(
-            path, FORMAT, key, lambda x: x["rests"]
-        )
-        if record:
-            return {str(key): str(Spec.parse(spec)) for key, spec in record.items()}
-        try:
-            with _torch.dynamo.outside_of_trace():
-                uses = self._uses()
-        except Exception:
-            log.info("parameters stay sharded as they are", exc_info=True)
-            return {}
-        texts = {key: str(spec) for key, spec in self._as_used(uses).items()}
-        if text:
-            cache_files.write_record(path, FORMAT, key, {"rests": texts})
-        return texts
+    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+        name, rest, use = f"{kind}_{len(declared)}", None, None
+        value, is_free = node.meta["val"], False
+        if kind == "input":
+            place = call.places[payload]
+            end, is_free = forward.ends[place], id(examples[place]) in free
+            name, kind = end.name, end.kind
+            if not is_free:
+                rest, use = end.at_rest, end.use
+        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
+            fed = options.inputs == "global" and rest is None
+            rest = Spec.whole(value.dim()) if fed else rest
+        declared.append(Input(name, kind, rest, use, splits=is_free))
+        return declared[-1]
 
-    def _as_used(self, uses: Uses) -> dict[str, Spec]:
-        """Return the layouts of parameters that the graph uses in these specs."""
-        pairs = zip(self.job.named_inputs, self.examples, strict=True)
-        by_parameter = {id(x): uses.get(name.name) for name, x in pairs}
-        first = next(iter(self.ours.values())).home
-        mesh = Mesh.parse(first.mesh)
-        used = {}
-        for key, x in self.ours.items():
-            use = by_parameter.get(id(x.parameter))
-            if use is not None and any(axis not in mesh.sizes for axis in use.axes):
-                use = None
-            used[key] = _kind(x), tuple(x.parameter.shape), use
-        return layouts_as_used(used, mesh, even=first.is_even)
+    def end(kind: str, name: str, of: int | None) -> Output:
+        if kind != "gradient" or of is None:
+            return Output(name, kind, of, None)
+        return Output(name, kind, of, declared[of].at_rest)
 
-    def _uses(self) -> Uses:
-        """Return the spec in which the graph uses each parameter, by name: from the
-        plan file that it follows, else from a plan made here."""
-        options, ranks, examples = self.job.options, self.job.ranks, self.examples
-        if options.plan not in ("search", "propagate"):
-            with ranks.inside():
-                size, name = ranks.whole.mesh.size, f"graph{coming_graph()}"
-                mode = plan_mode(options.plan, options, size, name)
-            assert isinstance(mode, Plan)
-            return dict(mode.parameters)
-        gm = _torch.dynamo.copy_graph(self.gm)
-        forward = globally(gm, self.job.named_inputs, examples)
-        mode_ = _torch.fake.new_fake_mode(symbols=True)
-        free = {id(x.parameter) for x in self.ours.values()}
-        fakes = [fake_of(x, mode_) for x in examples]
-        for fake, x in zip(fakes, examples, strict=True):
-            if isinstance(x, torch.Tensor):
-                fake.requires_grad_(x.requires_grad)
-        grad = torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in fakes
-        )
-        call = TracedCall(forward.module, tuple(fakes), {}, grad)
-        declared: list[Input] = []
-
-        def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-            name, rest, use = f"{kind}_{len(declared)}", None, None
-            value, is_free = node.meta["val"], False
-            if kind == "input":
-                place = call.places[payload]
-                end, is_free = forward.ends[place], id(examples[place]) in free
-                name, kind = end.name, end.kind
-                if not is_free:
-                    rest, use = end.at_rest, end.use
-            if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
-                fed = options.inputs == "global" and rest is None
-                rest = Spec.whole(value.dim()) if fed else rest
-            declared.append(Input(name, kind, rest, use, splits=is_free))
-            return declared[-1]
-
-        def end(kind: str, name: str, of: int | None) -> Output:
-            rest = None
-            if kind == "gradient" and of is not None:
-                rest = declared[of].at_rest
-            return Output(name, kind, of, rest)
-
-        decision = decided(
-            *(call, declare, ranks, load(options.hints), options),
-            name="the first call",
-            plan=searched,
-            ends=[end],
-        )
-        mesh = decision.mesh
-        return {name: spec.joined(mesh) for name, spec in uses_of(decision).items()}
+    what = call, declare, ranks, load(options.hints), options
+    return uses_of(decided(*what, name="the first call", plan=searched, ends=[end]))
 
 
 @dataclass(frozen=True)

@@ -265,17 +265,6 @@ def _telling(call: LocalCall, operand: int) -> str:
     return "+".join(axis for axis in axes if axis != TIME and count((axis,)) > 1)
 
 
-def _within_parts(
-    call: LocalCall,
-    x: fx.Node,
-    most: fx.Node,
-    room: int,
-    where: str,
-    axes: str | None = None,
-) -> fx.Node:
-    return call.same(x, most, room, where, _telling(call, 1) if axes is None else axes)
-
-
 def _exchange_slots(call: LocalCall, slots: fx.Node, axes: str) -> fx.Node:
     """Return the slots for a rank's own experts, from every rank along the axes."""
     ranks = _ranks_along(call, axes)
@@ -354,7 +343,9 @@ LOCAL.update(
     {
         "fxpar::expert_mm": _mm,
         "fxpar::expert_outer": _outer,
-        "fxpar::within": _within_parts,
+        "fxpar::within": lambda call, *args: call.same(
+            *args[:4], *(args[4:] or [_telling(call, 1)])
+        ),
         "fxpar::exchange_slots": _exchange_slots,
         "fxpar::return_slots": _return_slots,
     }

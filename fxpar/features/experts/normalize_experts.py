@@ -563,20 +563,17 @@ class Mixture:
                 if node in live - sorted_values
                 and sorted_values.intersection(node.all_input_nodes)
             ]
-            return [_reader_note(readers[0])] if readers else []
+            if not readers:
+                return []
+            at = user_line(readers[0])
+            return [
+                f"rows sorted by expert are read by {readers[0].target}"
+                f"{f' at {at}' if at else ''} in an order that no rule keeps: all "
+                "tokens are sorted together, experts stay whole"
+            ]
         for node, replacement in self.replacements.items():
             node.replace_all_uses_with(replacement)
         return None
-
-
-def _reader_note(reader: fx.Node) -> str:
-    """Return a note of the op that needs rows sorted by expert."""
-    at = user_line(reader)
-    where = f" at {at}" if at else ""
-    return (
-        f"rows sorted by expert are read by {reader.target}{where} in an order that no "
-        "rule keeps: all tokens are sorted together, experts stay whole"
-    )
 
 
 # How a call is rewritten that reads in another way than row by row.

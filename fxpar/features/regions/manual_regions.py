@@ -30,7 +30,6 @@ from fxpar.errors import MeshError, PlanError, RegionError
 from fxpar.graph import graph_bodies
 from fxpar.graph.builder import Builder
 from fxpar.graph.custom_ops import group_of_call
-from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.region_ops import EDGES
 from fxpar.passes.simulate.loop_steps import count_steps
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -131,15 +130,13 @@ def _overload(target: Any) -> Any:
 
 def _check_bodies(graph: fx.Graph) -> None:
     """Check that no manual region is in a branch or a loop."""
-    for holder in graph.find_nodes(op="get_attr"):
-        body = body_of(holder)
-        for node in body.graph.nodes if body is not None else ():
-            if node.target in EDGES:
-                raise RegionError(
-                    "a manual region is inside a branch or a loop",
-                    where=user_line(node),
-                    fix="put the branch or loop inside fn, or write it in Python",
-                )
+    for node in graph_bodies.all_nodes(graph):
+        if node.target in EDGES and node.graph is not graph:
+            raise RegionError(
+                "a manual region is inside a branch or a loop",
+                where=user_line(node),
+                fix="put the branch or loop inside fn, or write it in Python",
+            )
 
 
 def _number(graph: fx.Graph, mesh: Mesh) -> None:
@@ -159,16 +156,12 @@ def _number(graph: fx.Graph, mesh: Mesh) -> None:
         node.args = (x, spec, its_mesh, axes, numbers.setdefault(number, len(numbers)))
 
 
-# Functional collective -> the kind of ``collective_nodes``, and (its arguments after
-# the tensor) -> (dims, reduction).
-_KINDS: dict[Any, tuple[str, Any]] = {
-    c10d.all_reduce.default: ("all_reduce", lambda op, *_: ((), op)),
-    c10d.all_gather_into_tensor.default: ("all_gather", lambda *_: ((0,), "")),
-    c10d.reduce_scatter_tensor.default: (
-        "reduce_scatter",
-        lambda op, *_: ((0,), op),
-    ),
-    c10d.all_to_all_single.default: ("all_to_all", lambda *_: ((0, 0), "")),
+# Functional collective -> the kind of ``collective_nodes``, and its dims.
+_KINDS: dict[Any, tuple[str, list[int]]] = {
+    c10d.all_reduce.default: ("all_reduce", []),
+    c10d.all_gather_into_tensor.default: ("all_gather", [0]),
+    c10d.reduce_scatter_tensor.default: ("reduce_scatter", [0]),
+    c10d.all_to_all_single.default: ("all_to_all", [0, 0]),
 }
 
 
@@ -187,20 +180,13 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         if mesh.count(axes) == 1:
             build.replace(node, node.args[0])
             continue
-        kind, read = _KINDS[node.target]
-        dims, op = read(*node.args[1:])
+        kind, dims = _KINDS[node.target]
         if kind == "all_to_all":
             _check_even(node, mesh.count(axes))
+        op = node.args[1] if "reduce" in kind else ""
+        how = kind, [*dims], op, str(mesh), "+".join(axes)
         with build.before(node):
-            collective = build.call(
-                ours.collective.default,
-                node.args[0],
-                kind,
-                list(dims),
-                op,
-                str(mesh),
-                "+".join(axes),
-            )
+            collective = build.call(ours.collective.default, node.args[0], *how)
         build.replace(node, collective)
 
 
@@ -223,21 +209,21 @@ def _join_moves(build: Builder) -> None:
         if moved is None:
             continue
         x, source, target = moved
-        if source == 0 and _is(x, "all_gather", 0) and len(_readers(x)) == 1:
+        if source == 0 and _is_on_rows(x, "all_gather") and len(_readers(x)) == 1:
             _on_dim(build, x, target, node)
     for node in list(build.graph.nodes):
-        if not _is(node, "reduce_scatter", 0) or len(node.args[0].users) != 1:
+        if not _is_on_rows(node, "reduce_scatter"):
             continue
-        moved = _moved(node.args[0])
+        moved = _moved(node.args[0]) if len(node.args[0].users) == 1 else None
         if moved is not None and moved[2] == 0:
             _on_dim(build, node, moved[1], node, moved[0])
     build.graph.eliminate_dead_code()
 
 
-def _is(node: fx.Node, kind: str, dim: int) -> bool:
-    return node.target is ours.collective.default and (
-        (node.args[1], list(node.args[2])) == (kind, [dim])
-    )
+def _is_on_rows(node: fx.Node, kind: str) -> bool:
+    """Return whether a node is a collective of this kind along dim 0."""
+    collective = node.target is ours.collective.default
+    return collective and (node.args[1], [*node.args[2]]) == (kind, [0])
 
 
 def _on_dim(
@@ -339,7 +325,14 @@ def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
         _check_group(node, node in inside, mesh)
         _check_regions_separate(node, own, over)
         if has_random_numbers(node) or not random.isdisjoint(reads):
-            _check_draws(node, node in inside)
+            if node in inside and node.target not in EDGES:
+                raise RegionError(
+                    f"{node.name} ({node.target}) is random inside a manual region: "
+                    "all ranks would draw the same numbers for their parts",
+                    where=user_line(node),
+                    fix="draw outside, and pass the numbers (or the mask) as an "
+                    "argument",
+                )
             random.add(node)
         if node.target in EDGES:
             own, axes = _cross(node, own, axes)
@@ -433,16 +426,6 @@ def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
         )
 
 
-def _check_draws(node: fx.Node, inside: bool) -> None:
-    if inside and node.target not in EDGES:
-        raise RegionError(
-            f"{node.name} ({node.target}) is random inside a manual region: all ranks "
-            "would draw the same numbers for their parts",
-            where=user_line(node),
-            fix="draw outside, and pass the numbers (or the mask) as an argument",
-        )
-
-
 def scale_equal(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
     """Replace a sum over ranks of a value that is equal on them by a multiple: nothing
     is sent. Gradients of reduced values are such: each rank has its share of them."""
@@ -453,21 +436,16 @@ def scale_equal(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> Non
         over = axes.split("+")
         if not varying.get(x, frozenset()).isdisjoint(over):
             continue
-        if op == "sum":
+        if op not in ("sum", "avg", "max", "min"):
+            continue
+        factor: float = mesh.count(over) if op == "sum" else 1
+        scaled = x.args[1:2] if x.target is aten.mul.Tensor else ()
+        if factor != 1 and scaled and isinstance(scaled[0], (int, float)):
+            x, factor = x.args[0], scaled[0] * factor  # one multiple of the value
+        if factor != 1:
             with build.before(node):
-                scaled = _scaled(build, x, mesh.count(over))
-            node.replace_all_uses_with(scaled)
-        elif op in ("avg", "max", "min"):
-            node.replace_all_uses_with(x)
-
-
-def _scaled(build: Builder, x: fx.Node, by: int) -> fx.Node:
-    """Return ``x`` times a number; if ``x`` is a multiple of a value, a multiple of
-    that value."""
-    factor: float = by
-    if x.target is aten.mul.Tensor and isinstance(x.args[1], (int, float)):
-        x, factor = x.args[0], x.args[1] * by
-    return x if factor == 1 else build.call(aten.mul.Tensor, x, factor)
+                x = build.call(aten.mul.Tensor, x, factor)
+        node.replace_all_uses_with(x)
 
 
 # Regions with several bodies

@@ -50,14 +50,7 @@ def _entry(spec: Any, name: str) -> Entry | None | str:
         return spec.dims, spec.partial
     if isinstance(spec, str) or not isinstance(spec, (tuple, list)):
         return f"{name} is {spec!r}: a spec is a tuple of axes per dim, or None"
-    dims: list[tuple[str, ...]] = []
-    for axes in spec:
-        if axes is None:
-            dims.append(())
-        elif isinstance(axes, str):
-            dims.append((axes,))
-        else:
-            dims.append(tuple(axes))
+    dims = [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
     return tuple(dims), ()
 
 
@@ -223,19 +216,14 @@ def _leave() -> None:
 @torch.compiler.assume_constant_result
 def _axis(name: str) -> tuple[str, int, str]:
     """Return (mesh, size of the axis, what is wrong) inside the innermost region."""
-    if not _regions.open:
-        return "", 1, ""
     mesh = next((r.mesh for r in reversed(_regions.open) if r.mesh is not None), None)
-    open_axes = {axis for region in _regions.open for axis in region.axes}
     if mesh is None:
         return "", 1, ""
+    open_axes = {axis for region in _regions.open for axis in region.axes}
     if name not in open_axes:
         names = ", ".join(sorted(open_axes))
-        return (
-            "",
-            1,
-            f"axis {name!r} is not one of this manual region, which has {names}",
-        )
+        wrong = f"axis {name!r} is not one of this manual region, which has {names}"
+        return "", 1, wrong
     return str(mesh), mesh.sizes[name], ""
 
 

@@ -63,12 +63,10 @@ def _starts(call: LocalCall, query: int) -> tuple[Size, Size]:
     """Return the places of this rank's first query and first key in the whole
     sequence."""
     rows, keys = (
-        call.build.own_start(shape[_SEQUENCE], spec.dims[_SEQUENCE])
-        for shape, spec in zip(
-            call.shapes[query : query + 2],
-            call.operands[query : query + 2],
-            strict=True,
+        call.build.own_start(
+            call.shapes[i][_SEQUENCE], call.operands[i].dims[_SEQUENCE]
         )
+        for i in (query, query + 1)
     )
     return rows, keys
 

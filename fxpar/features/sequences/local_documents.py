@@ -232,9 +232,7 @@ def _reach(arguments: dict[str, Any]) -> int:
 
 def _cut(call: LocalCall, x: fx.Node, dim: int, rows: Size) -> fx.Node:
     """Return a result without the rows that follow this rank's."""
-    call_op = call.build.call
-    x = call_op(aten.slice.Tensor, x, dim, 0, rows)
-    return call_op(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return call.build.copied(call.build.call(aten.slice.Tensor, x, dim, 0, rows))
 
 
 def _is_aligned(arguments: dict[str, Any]) -> bool:

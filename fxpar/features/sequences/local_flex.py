@@ -184,7 +184,6 @@ def shifted(
     copies: dict[fx.Node, Any] = {}
     for body_node in body.graph.nodes:
         copies[body_node] = inner.graph.node_copy(body_node, copies.__getitem__)
-        copies[body_node].meta = dict(body_node.meta)
         if body_node is inputs[-1]:
             for x, start in read.items():
                 copies[x] = inner.call(aten.add.Tensor, copies[x], start(inner))
@@ -208,7 +207,7 @@ def own_blocks(
     order = call(operator.getitem, order, 1)
     blocks = call(aten.gather.default, build.where(listed, own, 0), -1, order)
     blocks = call(aten.slice.Tensor, blocks, value.dim() - 1, 0, count)
-    blocks = call(aten.clone.default, blocks, memory_format=torch.contiguous_format)
+    blocks = build.copied(blocks)
     total = call(aten.sum.dim_IntList, flags, [-1])
     return build.cast(total, number.meta["val"].dtype), blocks
 

@@ -85,11 +85,6 @@ class BalancedRing(RingAttention):
 
     kind = _HalvesRing
 
-    def _check(
-        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
-    ) -> None:
-        self._check_ring(chunks, dim, ring)
-
     def _shards(self, build: Builder) -> list[fx.Node]:
         return [self._home(build, g.args[0], int(g.args[1])) for g in self.gathers]
 
@@ -324,7 +319,7 @@ def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
 def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
     """Return why an attention cannot be balanced; None if it can."""
     queries, keys = _rows(node)
-    ahead: Any = _ahead(node)
+    ahead: Any = node.args[-2]
     if not isinstance(ahead, fx.Node) or ahead.target is not rank_ints.offset:
         return (
             "has queries that begin at the same position on all ranks, or not at "
@@ -349,10 +344,6 @@ def _rows(node: fx.Node) -> tuple[int, int]:
     return query.shape[SEQUENCE], key.shape[SEQUENCE]
 
 
-def _ahead(node: fx.Node) -> Any:
-    return node.args[-2]
-
-
 def mirrored(build: Builder, x: fx.Node, axes: Sequence[str]) -> fx.Node:
     """Return ``x`` of the mirror rank: as far from the other end of those along
     axes."""
@@ -366,7 +357,8 @@ class _Halves:
 
     def __init__(self, build: Builder, node: fx.Node) -> None:
         self.build, self.rows = build, _rows(node)[0]
-        self.axes = tuple(_ahead(node).args[1])
+        ahead: Any = node.args[-2]
+        self.axes = tuple(ahead.args[1])
 
     def places(self) -> tuple[Any, Any, int]:
         """Return the index of the first query in each half that a rank attends: its own
@@ -377,22 +369,18 @@ class _Halves:
         far = self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
         return near, far, count * half
 
-    def swapped(self, x: fx.Node) -> fx.Node:
-        """Return ``x`` of the mirror rank."""
-        return mirrored(self.build, x, self.axes)
-
     def split(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the rows that a rank attends: its own first half, and the mirror's
         second."""
         slice_, half = aten.slice.Tensor, self.rows // 2
         near = self.build.call(slice_, x, SEQUENCE, 0, half)
         far = self.build.call(slice_, x, SEQUENCE, half, self.rows)
-        return near, self.swapped(far)
+        return near, mirrored(self.build, far, self.axes)
 
     def joined(self, near: fx.Node, far: fx.Node, like: torch.Tensor) -> fx.Node:
         """Return the rows in their first order, laid out as ``like``: inverse of
         ``split``."""
-        rows = [near, self.swapped(far)]
+        rows = [near, mirrored(self.build, far, self.axes)]
         return restrided(self.build, self.build.call(aten.cat.default, rows, 2), like)
 
 

@@ -141,7 +141,9 @@ class RingAttention:
         paths = chunked.between(gathers, tuple(dict.fromkeys(read)))
         self.path = [n for n in paths if n not in gathers]
 
-    def _check_ring(self, chunks: int | None, dim: int | None, ring: int) -> None:
+    def _check(
+        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
+    ) -> None:
         node, mesh = self.node, self.edit.mesh
         if any(collective_nodes.axes_of(g) != self.axes for g in self.gathers):
             raise refuse("overlap", node, "reads gathers along several sets of axes")
@@ -150,19 +152,14 @@ class RingAttention:
         if chunks is not None or dim is not None or ring != 1:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
-
-    def _check(
-        self, queries: fx.Node, chunks: int | None, dim: int | None, ring: int
-    ) -> None:
-        self._check_ring(chunks, dim, ring)
-        node = self.node
         if self.arguments.get("is_causal"):
             raise refuse("overlap", node, "counts positions from its first key")
         if any(self.arguments.get("grad_input_mask", ())[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
         value = node.meta["val"][1]
         if self.form.backward:
-            value = self.arguments["logsumexp"].meta["val"]
+            name = "logsumexp" if self.form.sets == 1 else "near_lse"
+            value = self.arguments[name].meta["val"]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
 

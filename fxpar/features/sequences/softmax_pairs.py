@@ -70,17 +70,14 @@ def pair_reductions(graph: fx.Graph, state: JointState) -> None:
     """Replace the all-reduces that normalize a softmax along a split dim by one
     exchange, where that pays."""
     hardware, mesh = state.request.hardware, state.decided.mesh
-    if hardware is not None and mesh.size > 1 and state.decided.is_even:
-        exchange_pairs(graph, state.build, hardware.at_speed(mesh.slowest).on(mesh))
-
-
-def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
-    """Rewrite a local graph in place; ``mesh`` has the links of the hardware."""
+    if hardware is None or mesh.size == 1 or not state.decided.is_even:
+        return
+    links = hardware.at_speed(mesh.slowest).on(mesh)
     reduced = graph.find_nodes(op="call_function", target=collective_nodes.all_reduce)
     softmaxes = map(_softmax_of, reduced)
-    paying = [softmax for softmax in softmaxes if softmax and softmax.is_faster(mesh)]
+    paying = [softmax for softmax in softmaxes if softmax and softmax.is_faster(links)]
     for softmax in paying:
-        _exchange(build, softmax)
+        _exchange(state.build, softmax)
     if paying:
         graph.eliminate_dead_code()
 

@@ -63,6 +63,12 @@ def home_of(node: fx.Node) -> StageHome | None:
     return home
 
 
+def home_in_stage(node: fx.Node) -> StageHome | None:
+    """Return the home of a node of one stage; None for other nodes."""
+    home = home_of(node)
+    return None if home == ALL else home
+
+
 def is_loose_view(node: fx.Node) -> bool:
     """Return whether a node only shows its operand, all of it, in another way."""
     if node.op != "call_function" or node.target is operator.getitem:
@@ -192,8 +198,8 @@ def assign_stages(
     program: Program,
     priced: StageCosts,
     places: Sequence[int],
-    pinned: Mapping[str, int] | None = None,
-    begins_at: Sequence[str] = (),
+    pinned: Mapping[str, int],
+    begins_at: Sequence[str],
 ) -> tuple[PipelineStage, ...]:
     """Give nodes their homes, in place; return the stages. ``places``: the place of
     each stage along the pipeline axis; ``pinned``: parameter -> the stage of its
@@ -216,7 +222,7 @@ def assign_stages(
             f"too few for {count} stages",
             fix=f"leave {axis} out of the mesh, or give the ranks another axis",
         )
-    priced = replace(priced, once=_gradient_steps(graph, kinds))
+    priced = replace(priced, once=_gradient_steps(kinds))
     backward = [n for n in graph.nodes if n in kinds.backward]
     total = sum(map(priced.seconds, chain)) or 1.0
     share = 1.0 + sum(map(priced.seconds, backward)) / total
@@ -226,11 +232,11 @@ def assign_stages(
     crossing = between_ops(chain, crossing, count)
     begins = _places_of(chain, program, begins_at)
     if len(begins) != count - 1:
-        pins = _pins(chain, kinds, pinned or {})
+        pins = _pins(chain, kinds, pinned)
         speeds, parts = priced.pipeline.speeds(places), priced.microbatches
         begins = cut_chain(seconds, crossing, count, parts, pins, speeds=speeds)
     if len(begins) < count - 1:
-        raise pins_unfit(pinned or {}, len(chain), count)
+        raise pins_unfit(pinned, len(chain), count)
     cuts = (*begins, len(chain))
     stage = 0
     for i, node in enumerate(chain):
@@ -242,9 +248,9 @@ def assign_stages(
             node.meta[STAGE] = ALL
         elif node in kinds.forward and node.target is operator.getitem:
             node.meta[STAGE] = viewed_value(node.args[0]).meta[STAGE]
-    _assign_backward(graph, kinds, count)
+    _assign_backward(kinds, count)
     begin_names = [_origin(chain[i]) for i in (0, *begins)]
-    return _stages(graph, priced, places, kinds, begin_names)
+    return _stages(priced, places, kinds, begin_names)
 
 
 def _places_of(
@@ -280,11 +286,11 @@ def _pins(
     return pins
 
 
-def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
+def _gradient_steps(kinds: Kinds) -> frozenset[fx.Node]:
     """Return the steps on gradients of weights: only results or the update are computed
     from them. The gradients are accumulated first."""
     ends: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(kinds.graph.nodes):
         facts = op_facts_of(node.target)
         is_cheap = facts.moves or facts.reshapes or facts.casts or facts.scales
         passes = node in kinds.backward and (is_cheap or steps.is_step(node))
@@ -304,7 +310,7 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
         if node in kinds.forward and node.target is operator.getitem:
             place[node] = place[viewed_value(node.args[0])]
     last: dict[fx.Node, int] = {}
-    for node in reversed(list(kinds.graph.nodes)):
+    for node in reversed(kinds.graph.nodes):
         at = place.get(node, last.get(node, -1))
         if node in place or is_loose_view(node):
             for read in node.all_input_nodes:
@@ -322,11 +328,17 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
     return out
 
 
-def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
+def _assign_backward(kinds: Kinds, count: int) -> None:
     every = frozenset(range(count))
-    stages_with = _stages_with_value(graph, kinds, every)
-    forward = _stage_of_op(kinds)
-    for node in graph.nodes:
+    stages_with = _stages_with_value(kinds, every)
+    # By the number that autograd gives to an op and to its derivative, the op's stage.
+    forward: dict[Any, int] = {}
+    for node in kinds.graph.nodes:
+        home = home_of(node)
+        if home is not None and home.phase == FORWARD:
+            forward.setdefault(node.meta.get("seq_nr"), home.stage)
+    forward.pop(None, None)
+    for node in kinds.graph.nodes:
         if node in kinds.backward:
             source: Any = node.args[0] if node.args else None
             if node.target is operator.getitem or steps.is_step(node):
@@ -346,24 +358,13 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
             node.meta[STAGE] = StageHome(BACKWARD, stage)
 
 
-def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
-    """Return the stage of each op of the user's forward, by the number that autograd
-    gives to the op and to its derivative."""
-    out: dict[Any, int] = {}
-    for node in kinds.graph.nodes:
-        home, number = home_of(node), node.meta.get("seq_nr")
-        if number is not None and home is not None and home.phase == FORWARD:
-            out.setdefault(number, home.stage)
-    return out
-
-
 def _stages_with_value(
-    graph: fx.Graph, kinds: Kinds, every: frozenset[int]
+    kinds: Kinds, every: frozenset[int]
 ) -> dict[fx.Node, frozenset[int]]:
     """Return the stages that have a value in the forward, because they make or read it.
     A value that is computed from weights is at the stages that have all of them."""
     read: dict[fx.Node, set[int]] = {}
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(kinds.graph.nodes):
         home = home_of(node)
         if node in kinds.backward or node in kinds.everywhere or node.op == "output":
             continue
@@ -371,7 +372,7 @@ def _stages_with_value(
         for operand in node.all_input_nodes:
             read.setdefault(operand, set()).update(stages)
     stages_with: dict[fx.Node, frozenset[int]] = {}
-    for node in graph.nodes:
+    for node in kinds.graph.nodes:
         home = home_of(node)
         if node in kinds.weights:
             stages_with[node] = frozenset(read.get(node, ())) or every
@@ -386,7 +387,6 @@ def _stages_with_value(
 
 
 def _stages(
-    graph: fx.Graph,
     priced: StageCosts,
     places: Sequence[int],
     kinds: Kinds,
@@ -396,18 +396,17 @@ def _stages(
     seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
     read: list[dict[fx.Node, str]] = [{} for _ in places]
     sent, speeds = [0] * len(places), priced.pipeline.speeds(places)
-    for node in graph.nodes:
-        home = home_of(node)
-        if home is None or home.phase == EVERYWHERE:
+    for node in kinds.graph.nodes:
+        home = home_in_stage(node)
+        if home is None:
             continue
         ops[home.stage].append(node.name)
         seconds[home.stage][home.phase] += priced.seconds(node) / speeds[home.stage]
         for weight in _weights_of(node, kinds):
             read[home.stage][weight] = kinds.weights[weight]
         readers = followed(node, lambda x: x.users, is_loose_view)
-        reading_stages = {at.stage for at in map(home_of, readers) if at}
+        reading_stages = {at.stage for at in map(home_in_stage, readers) if at}
         reading_stages.discard(home.stage)
-        reading_stages.discard(ALL.stage)
         sent[home.stage] += bytes_of(node) * len(reading_stages) // priced.microbatches
     return tuple(
         PipelineStage(

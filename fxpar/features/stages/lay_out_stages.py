@@ -25,9 +25,8 @@ from torch import fx
 from fxpar.features.stages.assign_stages import (
     ALL,
     BACKWARD,
-    EVERYWHERE,
-    StageHome,
     followed,
+    home_in_stage,
     home_of,
 )
 from fxpar.features.stages.microbatches import demand
@@ -41,6 +40,7 @@ from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
+from fxpar.sharding.program import descendants
 
 ours = torch.ops.fxpar
 
@@ -73,7 +73,7 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
     order: dict[fx.Node, None] = dict.fromkeys(
         n for n in nodes if n.op == "placeholder"
     )
-    staged = _derived_from_stages(nodes)
+    staged = descendants(filter(home_in_stage, nodes))
     demand((n for n in nodes if home_of(n) == ALL and n not in staged), order)
     for action in actions:
         demand(groups[action], order)
@@ -81,17 +81,6 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
     demand((n for n in nodes if home_of(n) is not None), order)
     demand(nodes, order)
     return list(order)
-
-
-def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of stages, and those that are computed from them."""
-    derived: set[fx.Node] = set()
-    for node in nodes:
-        home = home_of(node)
-        is_staged = home is not None and home.phase != EVERYWHERE
-        if is_staged or not derived.isdisjoint(node.all_input_nodes):
-            derived.add(node)
-    return derived
 
 
 def _groups(
@@ -102,8 +91,8 @@ def _groups(
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        home, part = home_of(node), node.meta.get(PART, 0 if len(parts) == 1 else None)
-        if home is None or home.phase == EVERYWHERE or part is None:
+        part = node.meta.get(PART, 0 if len(parts) == 1 else None)
+        if (home := home_in_stage(node)) is None or part is None:
             continue
         kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
         out[Action(home.stage, kind, part)].append(node)
@@ -119,42 +108,25 @@ def _groups(
 def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Return the nodes of a backward that stages before it wait for; all, where none
     waits."""
-    own = set(nodes)
-    stage = home_of(nodes[0])
-    ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
-    awaited = dict.fromkeys(ends)
-    stack = list(ends)
-    while stack:
-        for read in stack.pop().all_input_nodes:
-            bases = [read]
-            if home_of(read) is None:
-                bases = followed(
-                    read, lambda x: x.all_input_nodes, lambda x: home_of(x) is None
-                )
-            for base in bases:
-                if base in own and base not in awaited:
-                    awaited[base] = None
-                    stack.append(base)
-    return {n: None for n in nodes if n in awaited} if ends else dict.fromkeys(nodes)
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return the readers of a node, through nodes that have no home."""
+    own, home = set(nodes), home_in_stage(nodes[0])
+    assert home is not None, "a backward belongs to a stage"
 
     def has_no_home(x: fx.Node) -> bool:
         return home_of(x) is None and x.op != "output"
 
-    return followed(node, lambda x: x.users, has_no_home)
+    def is_awaited(node: fx.Node) -> bool:
+        readers = followed(node, lambda x: x.users, has_no_home)
+        waits = (x for x in map(home_of, readers) if x and x.phase == BACKWARD)
+        return any(x.stage < home.stage for x in waits)
 
-
-def _is_before(node: fx.Node, home: StageHome | None) -> bool:
-    other = home_of(node)
-    return (
-        home is not None
-        and other is not None
-        and other.phase == BACKWARD
-        and other.stage < home.stage
-    )
+    ends = list(filter(is_awaited, nodes))
+    awaited, stack = set(ends), list(ends)
+    while stack:
+        for read in followed(stack.pop(), lambda x: x.all_input_nodes, has_no_home):
+            if read in own and read not in awaited:
+                awaited.add(read)
+                stack.append(read)
+    return dict.fromkeys(n for n in nodes if n in awaited or not ends)
 
 
 def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
@@ -163,11 +135,9 @@ def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> Non
     stack = list(placed)
     while stack:
         for user in stack.pop().users:
-            home = home_of(user)
             shared = PART not in user.meta and user.op != "output"
-            of_one_stage = home is None or home.phase != EVERYWHERE
             ready = all(read in order for read in user.all_input_nodes)
-            if shared and of_one_stage and ready and user not in order:
+            if shared and home_of(user) != ALL and ready and user not in order:
                 order[user] = None
                 stack.append(user)
 
@@ -236,7 +206,7 @@ class _StageLayout:
         home = home_of(node)
         if home is None:
             return None
-        return EVERY if home.phase == EVERYWHERE else self.places[home.stage]
+        return EVERY if home == ALL else self.places[home.stage]
 
     def _places_by_node(self) -> Mapping[fx.Node, set[int]]:
         """Return the places at which each node is read."""
@@ -273,7 +243,6 @@ class _StageLayout:
 
     def _copy(self, node: fx.Node, place: int) -> fx.Node:
         copy = self.staged.node_copy(node, lambda n: self.at(n, place))
-        copy.meta = dict(node.meta)
         if node.op == "call_function":
             copy.meta[PLACE] = place
         return copy
@@ -305,9 +274,7 @@ class _StageLayout:
 
     def _is_dealt(self, node: fx.Node) -> bool:
         """Return whether each place takes its part of a stage's value."""
-        home = home_of(node)
-        is_staged = home is not None and home.phase != EVERYWHERE
-        return is_staged and self._is_along_stages(node)
+        return home_in_stage(node) is not None and self._is_along_stages(node)
 
     def _gather_weights(self, places_of: Mapping[fx.Node, set[int]]) -> None:
         """Gather values that are sharded along the axis at the places that read

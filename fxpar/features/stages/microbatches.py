@@ -55,7 +55,7 @@ def cut_microbatches(
     parts: int,
     fake_mode: Any,
     *,
-    required: bool = True,
+    required: bool,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """Return the graph with its batch in ``parts``, and notes on the cut.
 
@@ -265,7 +265,6 @@ class _Unroller:
         copy = self.graph.node_copy(
             node, lambda n: x[part] if isinstance(x := self.values[n], list) else x
         )
-        copy.meta = dict(node.meta)
         copy.meta.update(copy.meta.pop(NOTED, {}))
         return copy
 

@@ -65,9 +65,7 @@ class _PlaceProgram:
                 self._copy(node)
 
     def _copy(self, node: fx.Node) -> None:
-        copy = self.program.node_copy(node, self._value)
-        copy.meta = dict(node.meta)
-        self.copies[node] = copy
+        copy = self.copies[node] = self.program.node_copy(node, self._value)
         if is_draw(node):
             self.awaited[node in self.backward].append(copy)
 

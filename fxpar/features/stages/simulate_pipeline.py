@@ -104,8 +104,6 @@ class _Clocks:
     speeds: Sequence[_Speeds] = ()
     # Message -> the second at which it arrives.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
-    # By place, its actions in order.
-    runs: list[list[_ActionRun]] = field(default_factory=list)
     # Bytes of all messages.
     sent: int = 0
     # Number of messages.
@@ -120,7 +118,8 @@ class _Clocks:
         self.free_out, self.free_in = list(self.now), list(self.now)
         # By place, the (start, end) of messages that run at it.
         self.messages: list[list[tuple[float, float]]] = [[] for _ in self.now]
-        self.runs = [[] for _ in self.launch_seconds]
+        # By place, its actions in order.
+        self.runs: list[list[_ActionRun]] = [[] for _ in self.now]
         self.speeds = self.speeds or [()] * len(self.now)
 
     def over(self, graph: fx.Graph) -> _Clocks:

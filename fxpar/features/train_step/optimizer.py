@@ -63,19 +63,12 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
-    """Yield place, position and entries of each group and of each parameter's state."""
-    for i, group in enumerate(optimizer.param_groups):
-        yield "group", i, group
-    state = optimizer.state
-    for i, p in enumerate(parameters_of(optimizer)):
-        if p in state:
-            yield "state", i, state[p]
-
-
 def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
     """Yield every value of the groups and of the state, tuples by their items."""
-    for place, index, entries in _dicts(optimizer):
+    every = [("group", i, group) for i, group in enumerate(optimizer.param_groups)]
+    for i, p in enumerate(parameters_of(optimizer)):
+        every += [("state", i, optimizer.state[p])] if p in optimizer.state else []
+    for place, index, entries in every:
         for key, value in entries.items():
             if place == "group" and (key == "params" or key in _MANNERS):
                 continue
@@ -130,14 +123,20 @@ def _is_own(hook: Any) -> bool:
 def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
     """Make the state that the first step would make, where torch's own optimizers say
     how, for the parameters ``trained``. Others make theirs while they are traced, and
-    are traced once more when it is there."""
+    are traced once more when it is there. SGD gets a momentum of zero, with which a
+    step gives what the first one gives; with dampening it would not, and none is
+    made."""
     ids = {id(p) for p in trained}
     init: Any = getattr(type(optimizer), "_init_group", None)
     of_torch = init is not None and str(init.__module__).startswith("torch.optim.")
     for group in optimizer.param_groups:
         for p in (p for p in group["params"] if id(p) in ids):
             if isinstance(optimizer, torch.optim.SGD):
-                _prepare_sgd(optimizer, group, p)
+                momentum = is_number(group["momentum"]) and group["momentum"]
+                if momentum and not group["dampening"]:
+                    state = optimizer.state[p]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(p)
             elif of_torch and not optimizer.state.get(p):
                 lists = len(inspect.signature(init).parameters) - 2  # self, the group
                 before, p.grad = p.grad, torch.zeros_like(p)
@@ -146,16 +145,6 @@ def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
                     init(optimizer, own, *([] for _ in range(lists)))
                 finally:
                     p.grad = before
-
-
-def _prepare_sgd(optimizer: torch.optim.SGD, group: dict[str, Any], p: Any) -> None:
-    """Make a momentum of zero, with which a step gives what the first one gives; with
-    dampening it would not, and none is made."""
-    momentum = is_number(group["momentum"]) and group["momentum"]
-    if momentum and not group["dampening"]:
-        state = optimizer.state[p]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(p)
 
 
 def stand_in(
@@ -168,7 +157,9 @@ def stand_in(
     ``parameters``: in the order of ``parameters_of(optimizer)``, those with a gradient,
     None for the others."""
     double: Any = object.__new__(type(optimizer))
-    vars(double).update(copied_attributes(optimizer))
+    vars(double).update(vars(optimizer))
+    # Containers may be written to.
+    vars(double).update({key: _copied(x) for key, x in _own(optimizer).items()})
     vars(double).pop("step", None)
     hooks: OrderedDict[int, Any] = OrderedDict()
     _torch.objects.share_step_hooks(double, hooks)
@@ -304,8 +295,14 @@ class Numbers(TorchFunctionMode):
         if name in _SCALED:
             keyword, product = _SCALED[name]
             if isinstance(kwargs.get(keyword), torch.Tensor):
+                # As wide as what they are added to: torch rounds no product before.
                 x, *factors = args
-                factors = [_promoted(other, x.dtype) for other in factors]
+                factors = [
+                    other.to(torch.promote_types(other.dtype, x.dtype))
+                    if isinstance(other, torch.Tensor)
+                    else other
+                    for other in factors
+                ]
                 scaled = product(*factors) * kwargs.pop(keyword)
                 verb = "sub" if name == "sub" else "add"
                 verb += "_" if _is_in_place(func.__name__) else ""
@@ -368,14 +365,6 @@ def _extreme(plain: Any, combine: Any, *args: Any, **kwargs: Any) -> Any:
     return functools.reduce(combine, values)
 
 
-def _promoted(x: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor in a dtype as wide as what it is added to: torch rounds no
-    product before the sum."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.to(torch.promote_types(x.dtype, dtype))
-
-
 def _is_in_place(name: str) -> bool:
     """Return whether a function writes to its argument: ``add_``, ``__iadd__``."""
     if name.startswith("__"):
@@ -396,11 +385,6 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return plain values that the object itself keeps, as text; a step that changes
     one, such as a counter, cannot be traced once for all steps."""
     return {key: text_of(value) for key, value in _own(optimizer).items()}
-
-
-def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes, with copies of containers, which may be written to."""
-    return vars(optimizer) | {k: _copied(x) for k, x in _own(optimizer).items()}
 
 
 def refuse_unseen(optimizer: torch.optim.Optimizer) -> None:

@@ -446,16 +446,8 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
             fakes[i].requires_grad_()
         results = _torch.traced_once.run(forward.module, forward.kinds, *fakes)
         loss = loss_of(results, forward)
-    ids = {id(fakes[i]): i for i in forward.trained}
-    positions, seen, functions = set(), set(), [loss.grad_fn]
-    while functions:
-        function = functions.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        positions.add(ids.get(id(getattr(function, "variable", None)), -1))
-        functions += [before for before, _ in function.next_functions]
-    return positions - {-1}
+    leaves = {id(leaf) for leaf in _torch.aot.leaves_under(loss, lambda _: False)}
+    return {i for i in forward.trained if id(fakes[i]) in leaves}
 
 
 def refuse_shared_memory(

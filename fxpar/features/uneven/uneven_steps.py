@@ -138,13 +138,9 @@ def join_cuts(graph: fx.Graph, rewriter: Builder) -> None:
             )
         for node, rows in rows_of.items():
             first = shared.index(rows[0])
-            with rewriter.before(node):
-                if node.target is aten.select.int:
-                    cut = rewriter.call(aten.select.int, few, dim, first)
-                else:
-                    ends = first, first + len(rows)
-                    cut = rewriter.call(aten.slice.Tensor, few, dim, *ends)
-            rewriter.replace_as_it_is(node, cut)
+            is_one = node.target is aten.select.int
+            ends = [first] if is_one else [first, first + len(rows)]
+            _replace(rewriter, node, node.target, few, dim, *ends)
 
 
 def _cut_dim(node: fx.Node) -> int | None:
@@ -195,13 +191,13 @@ def part_repeats(graph: fx.Graph, rewriter: Builder) -> None:
     repeated rows by ``fxpar::sum_turns``."""
     turns_seen = set()
     for node in graph.find_nodes(op="call_function", target=aten.repeat.default):
-        sizes = (*shape_of(node.args[0]), *node.args[1])
+        shape, repeats = shape_of(node.args[0]), node.args[1]
+        sizes = (*shape, *repeats)
         if all(isinstance(n, int) for n in sizes) and 0 not in sizes:
-            shape, repeats = shape_of(node.args[0]), node.args[1]
             pairs = zip(shape, repeats[len(repeats) - len(shape) :], strict=True)
             # Dim with several rows -> number of repeats.
             repeated = {d: k for d, (n, k) in enumerate(pairs) if n > 1 < k}
-            turns_seen.add((shape_of(node.args[0]), tuple(repeated.items())))
+            turns_seen.add((shape, tuple(repeated.items())))
             _part(node, repeated, rewriter)
     sums = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
     for node in sums if turns_seen else ():

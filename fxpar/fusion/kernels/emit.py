@@ -132,6 +132,13 @@ def assembled(
 ) -> Kernel:
     """Return the kernel of a program, given its bodies and the lines of its function.
     ``first``, ``last``: parameters before the others and after them."""
+    # Values that are read or written in one of several loops alone, element by element,
+    # and the index of that loop.
+    loops: dict[str, int] = {}
+    for i, body in enumerate(bodies):
+        for value, is_elementwise in body.touched.items():
+            one_loop = loops.setdefault(value, i) == i
+            loops[value] = i if is_elementwise and one_loop else -1
     used = {p for body in bodies for p in body.parameters}
     numbers = tuple(sorted({i for body in bodies for i in body.numbers}))
     reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in used)
@@ -151,33 +158,16 @@ def assembled(
         frozenset(x for body in bodies for x in body.sums),
         numbers,
         programs,
-        warps_of(space),
-        loops_of(bodies),
+        # Sixteen elements to a thread of a row, eight of a flat block.
+        max(1, min(16, space.block // (_WARP * (16 if space.columns else 8)))),
+        {value: i for value, i in loops.items() if i >= 0},
         alone,
     )
-
-
-def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
-    """Return, for values that are read or written in one of several loops alone,
-    element by element, the index of that loop."""
-    loops: dict[str, int] = {}
-    for i, body in enumerate(bodies):
-        for name, alone in body.touched.items():
-            one_loop = loops.setdefault(name, i) == i
-            loops[name] = i if alone and one_loop else -1
-    return {name: i for name, i in loops.items() if i >= 0}
 
 
 def programs_of(space: Space, sums: bool) -> int:
     """Return the size of the grid."""
     return min(space.turns, _SUMMING) if sums else space.turns
-
-
-def warps_of(space: Space) -> int:
-    """Return the warps of a block: sixteen elements to a thread of a row, eight of a
-    flat one."""
-    each = 16 if space.columns else 8
-    return max(1, min(16, space.block // (_WARP * each)))
 
 
 def is_wide(program: RegionProgram) -> bool:
@@ -403,9 +393,8 @@ class _Writer:
             raise CannotEmit(t.name, f"is of dtype {t.dtype}")
         self._reach(place)
         to = strided(t.shape, t.stride)
-        where = place if to.is_identity else self.needs.derive(place, to)
-        offset = place.text if to.is_identity else self._offset(to, place)
-        lines, text = source.read(offset, where.mask)
+        where = self.needs.derive(place, to)
+        lines, text = source.read(self._offset(to, place), where.mask)
         name = self._name(t.name)
         kind = kind or "float"
         narrow = {"float": "float32", "int": "int64", "bool": "bool"}[kind]
@@ -575,8 +564,7 @@ class _Writer:
     def _store(self, t: Tensor, sink: Sink) -> None:
         place = self.needs.place_of(t)
         value = self.texts[t.name, place.text]
-        to = strided(t.shape, t.stride)
-        offset = place.text if to.is_identity else self._offset(to, place)
+        offset = self._offset(strided(t.shape, t.stride), place)
         text = value.text
         if value.is_literal:
             text = _as_value(value).text

@@ -37,7 +37,6 @@ from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
 from fxpar.fusion.kernels.region_program import (
     WAIT,
-    ComputeStep,
     RegionProgram,
     op_name,
     stages_of,
@@ -45,6 +44,7 @@ from fxpar.fusion.kernels.region_program import (
 from fxpar.fusion.kernels.select_region import (
     Miss,
     SelectedRegion,
+    after,
     collectives,
     grow,
     is_heavy,
@@ -56,7 +56,7 @@ from fxpar.graph.builder import region_of
 from fxpar.passes.simulate.launches import launches_among
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import ancestors, user_line
 
 log = logging.getLogger("fxpar")
 
@@ -256,7 +256,6 @@ def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
         if is_view(node) and any(u not in inside for u in node.users):
             with graph.inserting_after(node):
                 copy = graph.node_copy(node)
-            copy.meta = dict(node.meta)
             node.replace_all_uses_with(
                 copy, delete_user_cb=lambda user: user not in inside
             )
@@ -290,8 +289,8 @@ def _write(fused: Fused, folder: Path) -> None:
     for program in fused.programs:
         write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
         for step in stages_of(program):
-            if isinstance(step, ComputeStep):
-                kernel = kernel_of(step.program)
+            if isinstance(step, RegionProgram):
+                kernel = kernel_of(step)
                 path = folder / f"region_{program.hash}_{kernel.name}.py"
                 write_dump(path, kernel.text)
 
@@ -407,17 +406,5 @@ def _can_join(region: SelectedRegion, user: fx.Node) -> bool:
         return True  # written to in place
     if user.op == "output" or is_heavy(user) or not is_light(user.target):
         return False
-    first = region.members[0]
-    inside = set(region.members)
-    pending, seen = [user], {user}
-    while pending:
-        at = pending.pop()
-        if at in inside or at.op == "placeholder" or at < first:
-            continue
-        if is_heavy(at):
-            return False
-        for read in at.all_input_nodes:
-            if read not in seen:
-                seen.add(read)
-                pending.append(read)
-    return True
+    outside = set(after(region.members[0])).difference(region.members)
+    return not any(map(is_heavy, ancestors([user], outside)))

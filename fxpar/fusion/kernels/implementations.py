@@ -23,7 +23,6 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -32,7 +31,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +39,6 @@ from fxpar import _torch, cache_files
 from fxpar.fusion.kernels.region_program import (
     CollectiveStep,
     RegionProgram,
-    dtype_of,
     stages_of,
 )
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
@@ -127,8 +124,7 @@ def _moves(program: RegionProgram) -> list[CollectiveStep]:
 
 def nbytes_of(program: RegionProgram, move: CollectiveStep) -> int:
     """Return the bytes of the whole value of a collective."""
-    values = program.values[move.operand], program.values[move.result]
-    return max(v.count * dtype_of(v.dtype).itemsize for v in values)
+    return max(program.values[name].nbytes for name in (move.operand, move.result))
 
 
 def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
@@ -164,7 +160,7 @@ def _why_never(program: RegionProgram, move: CollectiveStep) -> str:
     op = move.line.args[1]
     if "gather" not in move.kind and op != "sum":
         return f"{move.operand} is reduced by {op}, not by sum"
-    part = min(value.count, result.count) * dtype_of(value.dtype).itemsize
+    part = min(value.nbytes, result.nbytes)
     if part % ALIGNED:
         return f"parts of {part} bytes are no multiple of {ALIGNED}"
     return ""
@@ -195,6 +191,8 @@ def _equal(ranks: int, bandwidth: float) -> int:
 # Launches timed together, so that the clock's own time does not count; timed
 # repetitions; repetitions before them that are not counted.
 LAUNCHES, ROUNDS, WARMUP = 20, 5, 3
+
+FORMAT = "fxpar tuned 1"  # of files of results
 
 # The table's way is kept unless another is faster by this share.
 LEAST = 0.03
@@ -244,8 +242,8 @@ def fastest(
     seconds: dict[int, float] = {}
     for i, way in enumerate(ways):
         try:
-            run = meeting.agreed(partial(_with_runtime_errors, prepare, way))
-            mine = meeting.agreed(partial(_with_runtime_errors, clock, run))
+            run = meeting.agreed(partial(prepare, way), Exception)
+            mine = meeting.agreed(partial(clock, run), Exception)
         except Unshared:
             continue
         seconds[i] = max(map(float, meeting.words_of_all(repr(mine))))
@@ -255,15 +253,6 @@ def fastest(
     if seconds[best] > (1 - LEAST) * seconds[table]:
         best = table
     return ways[best], {str(ways[i]): each for i, each in seconds.items()}
-
-
-def _with_runtime_errors(fn: Callable[[Any], Any], x: Any) -> Any:
-    """Return ``fn(x)``; raise any error as a RuntimeError, which is reported to the
-    others."""
-    try:
-        return fn(x)
-    except Exception as error:
-        raise RuntimeError(str(error)) from error
 
 
 def tuned(
@@ -280,37 +269,18 @@ def tuned(
 
     Raises Unshared on all ranks.
     """
-    path = _path(program, meeting.ranks, where)
-    recorded = _read(meeting.words_of_all(_text_of(path))[0])
-    if recorded is not None and recorded in ways:
-        return recorded
+    facts = [program.hash, meeting.ranks, sorted(where.items())]
+    key = json.dumps([*facts, *_torch.version.versions()])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    record = cache_files.folder() / "tuned" / f"{digest}.json", FORMAT, key
+    own = cache_files.read_record(*record, lambda x: asdict(TunedWay(**x["way"])))
+    recorded = json.loads(meeting.words_of_all(json.dumps(own))[0])
+    if recorded and TunedWay(**recorded) in ways:
+        return TunedWay(**recorded)
     way, seconds = fastest(ways, prepare, meeting, clock)
     if meeting.rank == 0:
-        text = json.dumps({"way": asdict(way), "seconds": seconds}, indent=1)
-        with contextlib.suppress(OSError):
-            cache_files.write_file(path, text)
+        cache_files.write_record(*record, {"way": asdict(way), "seconds": seconds})
     return way
-
-
-def _path(program: RegionProgram, ranks: int, where: Mapping[str, Any]) -> Path:
-    facts = [program.hash, ranks, sorted(where.items()), *_torch.version.versions()]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return cache_files.folder() / "tuned" / f"{digest}.json"
-
-
-def _text_of(path: Path) -> str:
-    """Return a file's text, "" if there is none."""
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _read(text: str) -> TunedWay | None:
-    try:
-        return TunedWay(**json.loads(text)["way"])
-    except Exception:  # damaged bytes may lead to any
-        return None
 
 
 def by_clock(run: Run) -> float:

@@ -438,19 +438,19 @@ class Needs:
                     or reduction.kind == "all"
                     and space.rows != 1
                 ):
-                    self.sums[t.name] = self._summed(value, reduction)
+                    self._check_summed(value, reduction)
+                    self.sums[t.name] = reduction
                     self._need(value.refs[0], self.at)
                     continue
             self._need(t.name, self.place_of(t))
 
-    def _summed(self, line: Statement, reduction: Reduction) -> Reduction:
+    def _check_summed(self, line: Statement, reduction: Reduction) -> None:
         over = reduction.rows * reduction.columns
         fits = reduction.kind == "all" or reduction.columns == self.space.columns
         if line.op not in BY_COLUMN:
             raise CannotEmit(line.name, f"{line.op} of more than a row")
         if over != self.space.count or not fits or kind_of(line.dtype) != "float":
             raise CannotEmit(line.name, "sums up what is not the kernel's")
-        return reduction
 
     def place_of(self, t: Tensor) -> Place:
         """Return where an output that is not summed over blocks is written. Raises

@@ -126,9 +126,9 @@ def fused(
     template = templates[key]
     if template is None:
         return None
-    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
+    values = run_kernels.by_input(program, tensors)
     into = into or {}
-    targets = {program.outputs[i].name: x for i, x in into.items()} if into else {}
+    targets = {program.outputs[i].name: x for i, x in into.items()}
     try:
         results = launched(template, values, numbers, provider, targets)
     except Unshared as error:
@@ -154,7 +154,6 @@ def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> Gro
     )
 
 
-@cache
 def _by_table(
     program: RegionProgram, facts: GroupFacts, programs: int, rung: str
 ) -> TunedWay:
@@ -192,7 +191,7 @@ def _measured(
     if provider.meeting is None:
         return ways_by_program.setdefault(program, table)
     alone = run_kernels.alone_of(program, tensors, device)
-    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
+    values = run_kernels.by_input(program, tensors)
 
     def prepare(way: TunedWay) -> Run:
         if way.rung == "nccl":
@@ -217,10 +216,6 @@ def _measured(
     return ways_by_program.setdefault(program, way)
 
 
-# The rung to take where one has no template.
-_INSTEAD = {"multimem": "two_shot"}
-
-
 @cache
 def planned(
     program: RegionProgram,
@@ -243,7 +238,7 @@ def planned(
                 alone=alone,
             )
         except CannotEmit as error:
-            name, why = _INSTEAD.get(name, ""), str(error)
+            name, why = "two_shot" if name == "multimem" else "", str(error)
             continue
         log.debug("region %s: %s", program.hash, name)
         warps = way.warps or template.kernel.warps

@@ -11,7 +11,7 @@ Out: text, a hash; an ``Outline``: a program and its arguments. Never changes th
 and runs nothing (``run_kernels`` does).
 
 A program is split at its collectives, for several kernels or for one: into steps in
-order (``stages_of``), programs without collectives (``ComputeStep``) and collectives
+order (``stages_of``), programs without collectives and collectives
 (``CollectiveStep``), which pass values on by name; or into a ``SplitProgram``, from
 which one kernel is made. Lines that do not depend on a collective and are not needed
 for one run as late as they can, together with their readers.
@@ -63,13 +63,10 @@ class GroupName:
     """Stands for the name of the process group, as an argument of a line."""
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Describes an input or an output."""
+class _Shaped:
+    """Is a value of known shape and dtype."""
 
-    name: str  # for an output, the name of a line
-    shape: tuple[int, ...]  # in elements
-    stride: tuple[int, ...]  # in elements
+    shape: tuple[int, ...]
     dtype: str  # as text ("float32")
 
     @property
@@ -79,11 +76,22 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all elements."""
         return self.count * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
-class Statement:
+class Tensor(_Shaped):
+    """Describes an input or an output."""
+
+    name: str  # for an output, the name of a line
+    shape: tuple[int, ...]  # in elements
+    stride: tuple[int, ...]  # in elements
+    dtype: str  # as text ("float32")
+
+
+@dataclass(frozen=True)
+class Statement(_Shaped):
     """Is one op: ``name = op(*args, **kwargs)``."""
 
     name: str  # name of its result
@@ -94,11 +102,6 @@ class Statement:
     kwargs: tuple[tuple[str, Any], ...]  # (name, argument); as ``args``
     shape: tuple[int, ...]  # shape of the result
     dtype: str  # dtype of the result, without ``torch.``
-
-    @property
-    def count(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -227,10 +230,7 @@ def replaced(x: Any, fn: Any) -> Any:
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a tensor that is stored row by row."""
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(1, shape[i + 1])
-    return tuple(strides)
+    return torch.empty(shape, device="meta").stride()
 
 
 def _text_of(x: Any) -> str:
@@ -447,19 +447,13 @@ class CollectiveStep:
         return self.line.op.split(".")[1]
 
 
-@dataclass(frozen=True)
-class ComputeStep:
-    """Is the compute between two collectives."""
-
-    program: RegionProgram  # the lines between them, as a separate program
-
-
 @cache
-def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...]:
-    """Return the steps of a program."""
+def stages_of(program: RegionProgram) -> tuple[RegionProgram | CollectiveStep, ...]:
+    """Return the steps of a program: collectives, and the lines between them, each as a
+    separate program."""
     moves = [line for line in program.lines if line.op in MOVES]
     stage = _stages(program)
-    steps: list[ComputeStep | CollectiveStep] = []
+    steps: list[RegionProgram | CollectiveStep] = []
     for k in range(len(moves) + 1):
         lines = [
             line
@@ -467,9 +461,11 @@ def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...
             if stage[line.name] == k and line.op not in MOVES and line.op != WAIT
         ]
         if lines:
-            steps.append(ComputeStep(_part(program, lines)))
+            steps.append(_part(program, lines))
         if k < len(moves):
-            steps.append(_move(program, moves[k]))
+            (operand,), name = moves[k].refs, moves[k].name
+            wait = next(w for w in program.lines if w.op == WAIT and name in w.refs)
+            steps.append(CollectiveStep(moves[k], operand, wait.name))
     return tuple(steps)
 
 
@@ -496,13 +492,6 @@ def _stages(program: RegionProgram) -> dict[str, int]:
         for name in line.refs:
             last_stage[name] = min(last_stage.get(name, end), stage)
     return least
-
-
-def _move(program: RegionProgram, line: Statement) -> CollectiveStep:
-    wait = next(w for w in program.lines if w.op == WAIT and line.name in w.refs)
-    operand = line.args[0]
-    assert isinstance(operand, Ref)
-    return CollectiveStep(line, operand.name, wait.name)
 
 
 def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
@@ -562,8 +551,7 @@ def cut(program: RegionProgram) -> SplitProgram:
         if isinstance(step, CollectiveStep):
             moves.append(step)
         else:
-            assert isinstance(step, ComputeStep)
-            parts[len(moves)] = step.program
+            parts[len(moves)] = step
     if {0, 1} <= parts.keys():
         parts[0], parts[1] = _with_masks_moved(program, moves[0], parts[0], parts[1])
     output_names = {t.name for t in program.outputs}

@@ -32,7 +32,6 @@ from fxpar.fusion.kernels.emit import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import (
     CannotEmit,
     CollectiveStep,
-    ComputeStep,
     GroupName,
     Number,
     Ref,
@@ -58,9 +57,7 @@ def interpret(
 ) -> list[torch.Tensor]:
     """Return the program's outputs; those that ``into`` names are written there."""
     device = device_of(inputs)
-    values: dict[str, Any] = dict(
-        zip((t.name for t in program.inputs), inputs, strict=True)
-    )
+    values: dict[str, Any] = by_input(program, inputs)
 
     def operand(x: Ref | Number | GroupName) -> Any:
         if isinstance(x, Ref):
@@ -75,6 +72,13 @@ def interpret(
         for name in unread:
             del values[name]
     return results(program, values, inputs, into or {})
+
+
+def by_input(
+    program: RegionProgram, values: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the values of a program's inputs, by name."""
+    return {t.name: x for t, x in zip(program.inputs, values, strict=True)}
 
 
 def results(
@@ -137,22 +141,19 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     return x
 
 
+def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    on_cpu = x.device.type == "cpu" and not x.is_complex()
+    ops = torch.ops.fxpar if on_cpu else torch.ops._c10d_functional
+    return ops.all_gather_into_tensor(x, count, group)
+
+
 # Ops that do not run by their own kernels: a gather on CPU runs as
 # ``give_outputs`` makes it.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
-    "_c10d_functional.all_gather_into_tensor.default": lambda x, count, group: _gather(
-        x, count, group
-    ),
+    "_c10d_functional.all_gather_into_tensor.default": _gather,
 }
-
-
-def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
-    ours, c10d = torch.ops.fxpar, torch.ops._c10d_functional
-    if x.device.type == "cpu" and not x.is_complex():
-        return ours.all_gather_into_tensor(x, count, group)
-    return c10d.all_gather_into_tensor(x, count, group)
 
 
 @cache
@@ -180,53 +181,40 @@ def run(
     device, into = device_of(inputs), into or {}
     if not has_kernels(device):
         return interpret(program, inputs, numbers, group, into)
-    values = dict(zip(names_of(program), inputs, strict=True))
+    values = by_input(program, inputs)
     alone = alone_of(program, inputs, device)
     steps = stages_of(program)
-    last = max(
-        (i for i, s in enumerate(steps) if isinstance(s, ComputeStep)), default=0
-    )
+    parts = [i for i, step in enumerate(steps) if isinstance(step, RegionProgram)]
     targets = {program.outputs[i].name: x for i, x in into.items()}
     for i, step in enumerate(steps):
         if isinstance(step, CollectiveStep):
             values[step.result] = move(step, values[step.operand], group)
             continue
-        kernel = compiled(step.program, device.type, alone)
+        kernel = compiled(step, device.type, alone)
         if kernel is None:
-            part = step.program
-            operands = [values[t.name] for t in part.inputs]
-            parts = interpret(part, operands, numbers)
-            values |= zip((t.name for t in part.outputs), parts, strict=True)
+            operands = [values[t.name] for t in step.inputs]
+            outputs = interpret(step, operands, numbers)
+            values |= {t.name: x for t, x in zip(step.outputs, outputs, strict=True)}
             continue
         # A later part could read what an earlier one overwrites.
-        into_here = targets if i == last else {}
-        values |= run_kernel(kernel, values, numbers, device, into_here, program)
+        into_here = targets if i == parts[-1] else {}
+        arguments, writes = arguments_of(kernel, values, numbers, device, into_here)
+        call(kernel, arguments, program)
+        values |= by_name(kernel, writes)
     return results(program, values, inputs, into)
 
 
 @cache
-def names_of(program: RegionProgram) -> tuple[str, ...]:
-    """Return the names of a program's inputs."""
-    return tuple(t.name for t in program.inputs)
-
-
-@cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether generated kernels run on a device, here."""
-    return device.type == "cuda" or device.type == "cpu" and _is_interpreter()
-
-
-def _is_interpreter() -> bool:
-    """Return whether Triton was imported as an interpreter: its own functions are then
-    of that kind, too."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    """Return whether generated kernels run on a device, here: on CPU if Triton was
+    imported as an interpreter, of whose kind its own functions are then, too."""
+    if device.type == "cuda":
+        return True
+    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return False
     import triton.language as tl
 
     return type(tl.rand).__name__ == "InterpretedFunction"
-
-
-_NONE: frozenset[str] = frozenset()
 
 
 def alone_of(
@@ -235,7 +223,7 @@ def alone_of(
     """Return the inputs that are numbers on the CPU, while kernels run elsewhere: they
     are given as floats, since copies would wait for the device."""
     if device == _CPU or not any(x.is_cpu for x in inputs):
-        return _NONE
+        return frozenset()
     return frozenset(
         t.name
         for t, x in zip(program.inputs, inputs, strict=True)
@@ -250,21 +238,6 @@ def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tenso
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
-def run_kernel(
-    kernel: Kernel,
-    values: Mapping[str, torch.Tensor],
-    numbers: Sequence[int],
-    device: torch.device,
-    targets: Mapping[str, torch.Tensor],
-    region: RegionProgram,
-) -> dict[str, torch.Tensor]:
-    """Run a kernel and return its results, by name; at ``targets`` where that is
-    safe."""
-    arguments, writes = arguments_of(kernel, values, numbers, device, targets)
-    call(kernel, arguments, region)
-    return by_name(kernel, writes)
-
-
 def arguments_of(
     kernel: Kernel,
     values: Mapping[str, torch.Tensor],
@@ -272,7 +245,8 @@ def arguments_of(
     device: torch.device,
     targets: Mapping[str, torch.Tensor],
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return the arguments of a kernel, and those of them that it writes."""
+    """Return the arguments of a kernel, and those of them that it writes: ``targets``
+    where that is safe, else new memory."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
     writes = places(kernel, reads, targets, device)
     alone = (values[name].item() for name in kernel.alone)
@@ -290,8 +264,6 @@ def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.T
 
 def parts_of(kernel: Kernel, writes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that a kernel writes which are parts of sums."""
-    if not kernel.sums:
-        return []
     pairs = zip(kernel.writes, writes, strict=True)
     return [x for t, x in pairs if t.name in kernel.sums]
 
@@ -323,7 +295,7 @@ def call(
 
 @cache
 def compiled(
-    program: RegionProgram, device: str, alone: frozenset[str] = _NONE
+    program: RegionProgram, device: str, alone: frozenset[str] = frozenset()
 ) -> Kernel | None:
     """Return the kernel of a part on a kind of device; None if there can be none.
     ``alone``: inputs that are given as numbers."""
@@ -362,8 +334,6 @@ def places(
 ) -> list[torch.Tensor]:
     """Return memory for the results of a kernel: their targets, where a kernel can
     write there."""
-    if not targets:
-        return [place(kernel, t, device) for t in kernel.writes]
     return [
         targets[t.name]
         if t.name in targets and fits(kernel, reads, t, targets[t.name])

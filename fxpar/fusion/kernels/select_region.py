@@ -38,8 +38,8 @@ from fxpar.fusion.kernels.region_program import (
     REDUCE_SCATTER,
     WAIT,
     CannotEmit,
-    ComputeStep,
     Outline,
+    RegionProgram,
     op_name,
     outline,
     stages_of,
@@ -111,9 +111,9 @@ def grow(
 def _refused(outlined: Outline) -> CannotEmit | None:
     """Return why kernels cannot have a program; None if they can."""
     for step in stages_of(outlined.program):
-        if isinstance(step, ComputeStep):
+        if isinstance(step, RegionProgram):
             try:
-                emit_body(step.program)
+                emit_body(step)
             except CannotEmit as error:
                 return error
     return None
@@ -181,8 +181,8 @@ class _Growth:
     ends: set[fx.Node] = field(default_factory=set)
     tainted: set[fx.Node] = field(default_factory=set)  # outside, after the collective
     misses: list[Miss] = field(default_factory=list)  # nodes not in it, and why
-    soon: dict[fx.Node, bool] = field(default_factory=dict)  # answers of ``_is_soon``
-    border: fx.Node | None = None  # the first heavy op after the wait
+    # Nodes outside that are heavy and after the wait, or depend on one that is.
+    late: set[fx.Node] = field(default_factory=set)
     schedule_region: str | None = None  # the region of a schedule
 
     def run(self) -> bool:
@@ -200,11 +200,12 @@ class _Growth:
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)
-        if self.schedule_region is None:
-            self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
         for node in after(start):
             if node not in self.members:
                 self._down(node)
+            if self.schedule_region is None and node not in self.members:
+                is_late = not self.late.isdisjoint(node.all_input_nodes)
+                self.late.update([node] if is_late or is_heavy(node) else [])
         self._up()
         return True
 
@@ -274,7 +275,7 @@ class _Growth:
         wrong = _dtypes(node)
         if wrong:
             return wrong
-        sources = [n for n in node.all_input_nodes if not self._is_soon(n)]
+        sources = [n for n in node.all_input_nodes if n in self.late]
         if sources:
             return f"the collective would wait for {sources[0].name}"
         if op in SUMS:
@@ -310,30 +311,6 @@ class _Growth:
         if reduction.kind != "row":
             self.ends.add(node)
         return None
-
-    def _is_soon(self, node: fx.Node) -> bool:
-        """Return whether a value is there, or light to make, before the next heavy
-        op."""
-        stack = [node]
-        while stack:
-            at = stack[-1]
-            if at in self.soon:
-                stack.pop()
-                continue
-            border = self.border
-            is_available = at in self.members or at.op == "placeholder"
-            if is_available or border is None or at < border:
-                self.soon[at] = True
-            elif is_heavy(at):
-                self.soon[at] = False
-            else:
-                unvisited = [n for n in at.all_input_nodes if n not in self.soon]
-                if unvisited:
-                    stack += unvisited
-                    continue
-                self.soon[at] = all(self.soon[n] for n in at.all_input_nodes)
-            stack.pop()
-        return self.soon[node]
 
     def _up(self) -> None:
         """Add nodes that are computed for members alone."""

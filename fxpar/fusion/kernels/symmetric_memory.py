@@ -216,21 +216,17 @@ class Meeting:
         keys = [f"{self.name}/{self.turn}/{r}" for r in range(self.ranks)]
         return [self.store.get(key).decode() for key in keys]
 
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
-        self.words_of_all()
-
-    def agreed(self, fn: Callable[[], T]) -> T:
+    def agreed(self, fn: Callable[[], T], *errors: type[Exception]) -> T:
         """Return ``fn()``, if it succeeds on all ranks. Raises Unshared on all of them
-        if one raises a RuntimeError or an OSError; raises another error on its own rank
-        unchanged."""
+        if one raises one of the ``errors``, by default a RuntimeError or an OSError;
+        raises another error on its own rank unchanged."""
         result, error = None, None
         try:
             result = fn()
         except Exception as problem:
             error = problem
         words = self.words_of_all("ok" if error is None else f"failed: {error!r}"[:300])
-        if error is not None and not isinstance(error, (RuntimeError, OSError)):
+        if error and not isinstance(error, errors or (RuntimeError, OSError)):
             raise error
         for rank, word in enumerate(words):
             if word != "ok":
@@ -249,7 +245,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
 
     def all_done() -> None:
         torch.cuda.synchronize(device)
-        meeting.meet()
+        meeting.words_of_all()
 
     switch = False
 

@@ -222,13 +222,9 @@ def measure_first(options: Options) -> None:
     with worlds.inside(None):
         if not _device() or meeting.current() is None:
             return
-        try:
-            with presence.works("measures links between ranks"):
-                hardware_table.keep_measured()  # what another group measured
-                hardware_table.keep_measured(*_agreed())
-        except Exception as error:
-            meeting.abort(error)
-            raise
+        with meeting.reporting(), presence.works("measures links between ranks"):
+            hardware_table.keep_measured()  # what another group measured
+            hardware_table.keep_measured(*_agreed())
     _AGREED.add(group)
 
 

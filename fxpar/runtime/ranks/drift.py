@@ -152,8 +152,10 @@ class Drift:
         home = self.at_rest is not None and getattr(args[self.at_rest], HOME, None)
         number = home.round if home else 0
         parts = hash(self._parts_written(args)) if self.parts else 0
-        fields = number, parts, writes, _gradients_due()
-        return _as_text([self._fed_sums(args), *fields])
+        sums, now = self._fed_sums(args), meetings() + 1
+        due = [(line, read()) for at, line, read in _GRADIENTS if at <= now]
+        _GRADIENTS[:] = [x for x in _GRADIENTS if x[0] > now]
+        return _as_text([sums, number, parts, writes, due])
 
     def compare(self, words: Sequence[str], args: Sequence[Any], *, held: bool) -> None:
         """Raise InputMismatchError or GradientError, on all ranks, if values differ
@@ -360,15 +362,6 @@ def note_gradients(source_line: str | None, gradients: Sequence[Any]) -> None:
         if turn is not None and len(_GRADIENTS) < _MOST:
             due, read = now + (0 if on_cpu else 2), on_its_way(sketch(sample(x, turn)))
             _GRADIENTS.append((due, source_line, read))
-
-
-def _gradients_due() -> list[tuple[str | None, list[float]]]:
-    """Return lines and sketches of the gradients that are due at this call, which then
-    are no longer kept."""
-    now = meetings() + 1
-    due = [(line, read()) for number, line, read in _GRADIENTS if number <= now]
-    _GRADIENTS[:] = [x for x in _GRADIENTS if x[0] > now]
-    return due
 
 
 def _gradient_error(ranks: Sequence[Sequence[Any]]) -> GradientError | None:

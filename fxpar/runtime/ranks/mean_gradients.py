@@ -285,11 +285,6 @@ class _Reducer:
         weakref.finalize(p, self._end, id(p), watched).atexit = False
         self.hook(watched)
 
-    def place(self, watched: Watched) -> None:
-        """Give a place to a parameter on which ranks have agreed."""
-        watched.place = len(self.placed)
-        self.placed.append(watched)
-
     def hook(self, watched: Watched) -> None:
         """Note gradients of a parameter from now on, if it requires one."""
         p = watched.ref()
@@ -333,10 +328,8 @@ def _existing() -> _Reducer | None:
 
 
 def _current() -> _Reducer | None:
-    """Return the reducer of this process, None if it watches nothing or takes no
-    part."""
-    reducer = _existing()
-    return reducer if reducer is not None and is_participating() else None
+    """Return the reducer, None if this process watches nothing or takes no part."""
+    return _existing() if is_participating() else None
 
 
 def _arrived(parameter: torch.Tensor) -> None:
@@ -664,11 +657,11 @@ class _Backward:
             f"{name}: is not known" if watched is None else watched.text()
             for name, watched in zip(names, new, strict=True)
         ]
-        _agree_on(lines, END, agreed)
+        first = len(self.reducer.placed)
+        _agree_on(self.reducer, lines, END, agreed)
         for watched in agreed:
             del self.reducer.new[watched.name]
-            self.reducer.place(watched)
-        return sum(1 << w.place for w in agreed if w.place is not None)
+        return (1 << len(self.reducer.placed)) - (1 << first)
 
     def _make_buckets(self, touched: int, first: Sequence[int]) -> None:
         """Make buckets for touched places that have none. ``first``: places in the
@@ -694,11 +687,7 @@ def _fail(message: str) -> None:
         meeting.fail(message)
 
 
-def watch(
-    name: str,
-    modules: Mapping[str, nn.Module],
-    over: MeanOver,
-) -> None:
+def watch(name: str, modules: Mapping[str, nn.Module], over: MeanOver) -> None:
     """Let every backward from now on average the gradients of the parameters of
     ``modules``. Every rank must call this. Parameters and buffers that differ between
     ranks become those of rank 0, with a warning.
@@ -725,9 +714,7 @@ def watch(
     lines = [each.text() for each in new]
     lines += [f"buffer {key}: {x.dtype} {list(x.shape)}" for key, x in buffers.items()]
     with torch.no_grad(), worlds.inside(None):
-        _agree_on(lines, f"the first call of {name}", new, buffers)
-    for each in new:
-        reducer.place(each)
+        _agree_on(reducer, lines, f"the first call of {name}", new, buffers)
 
 
 def note(
@@ -824,10 +811,7 @@ def _reducer() -> _Reducer:
 
 
 def _watched(
-    reducer: _Reducer,
-    name: str,
-    p: nn.Parameter,
-    over: MeanOver,
+    reducer: _Reducer, name: str, p: nn.Parameter, over: MeanOver
 ) -> Watched | None:
     """Return a parameter to watch; None if it is watched, or needs no reduction."""
     is_known = id(p) in reducer.watched or id(p) in reducer.left
@@ -838,13 +822,15 @@ def _watched(
 
 
 def _agree_on(
+    reducer: _Reducer,
     lines: Sequence[str],
     where: str,
     parameters: Sequence[Watched],
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Check that ``lines``, which describe parameters and buffers, are equal on all
-    ranks, and give all ranks the values of rank 0. Raises RankMismatchError."""
+    ranks, give all ranks the values of rank 0, and the parameters places. Raises
+    RankMismatchError."""
     text = "\n".join(lines)
     digest = meeting.digest_of(text)
     what = f"the parameters that are trained, at {where}"
@@ -854,6 +840,9 @@ def _agree_on(
     fed = [(name, "parameter", p) for name, p in pairs if p is not None]
     fed += [(key, "buffer", x) for key, x in (buffers or {}).items()]
     check_inputs.share(fed)
+    for each in parameters:
+        each.place = len(reducer.placed)
+        reducer.placed.append(each)
 
 
 @dataclass(eq=False)

@@ -118,8 +118,7 @@ def _begin(world: World) -> None:
 def _take_store(world: World, store: Any) -> None:
     world.store = store
     if world.size <= DIRECT:
-        published = partial(_published, store, world.prefix)
-        world.boxes = Mailboxes(world.rank, world.size, published)
+        world.boxes = Mailboxes(world.rank, world.size, store, world.prefix)
     world.presence.met_in.append(world)
 
 
@@ -130,17 +129,6 @@ def answering(world: World) -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise world.presence.lost_store(error) from error
-
-
-def _published(store: Any, prefix: str, name: str | None) -> str | None:
-    """Write the name of the mailboxes to the store, or given None read it, if it is
-    there."""
-    key = f"{prefix}/boxes"
-    if name is not None:
-        store.set(key, name)
-    elif store.check([key]):
-        return str(store.get(key).decode())
-    return name
 
 
 DIRECT = 8  # ranks that each read the words of all
@@ -214,7 +202,6 @@ def _verdict_key(world: World) -> str:
 def _words(
     world: World, keys: Sequence[str], word: str, what: str, seconds: float | None
 ) -> list[str]:
-    heartbeat = world.presence
     words = _on_one_machine(world, keys[world.rank], word)
     if words is None:
         give_up = partial(_give_up, world, keys, what)
@@ -224,7 +211,7 @@ def _words(
             watched(world, key_of, seconds or patience_limit(), give_up),
         ):
             words = _read(world, keys)
-    heartbeat.read += world.wrote  # every rank came to the meeting after it
+    world.presence.read += world.wrote  # every rank came to the meeting after it
     world.wrote = [keys[world.rank]]
     if world.rank == 0 and world.size > DIRECT:
         world.wrote.append(_verdict_key(world))
@@ -339,11 +326,10 @@ _PAUSE, _LONGEST_PAUSE = 1e-4, 1e-3
 
 
 class Mailboxes:
-    """Gives one rank access to the boxes of all ranks. ``published``: tells the other
-    ranks the name of the memory, or, given None, returns it, None if there is none.
-    ``begin``: the number of calls before. Rank 0 makes the memory at the second call
-    after these, the others open it at the third; from the fourth on it is used, if all
-    have it by then. Ranks that meet once have none.
+    """Gives one rank access to the boxes of all ranks. ``store``: has the name of the
+    memory, under ``prefix``. ``begin``: the number of calls before. Rank 0 makes the
+    memory at the second call after these, the others open it at the third; from the
+    fourth on it is used, if all have it by then. Ranks that meet once have none.
 
     A rank has two boxes, which it fills in turn: it comes to the next call but one when
     all have read the last. A word counts only with the number of its call and its
@@ -354,14 +340,10 @@ class Mailboxes:
     0, and the system frees it once all of them have ended, in whatever way."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        published: Callable[[str | None], str | None],
-        begin: int = 0,
+        self, rank: int, size: int, store: Any, prefix: str, begin: int = 0
     ) -> None:
-        self.rank, self.size, self._published = rank, size, published
-        self._begin = begin
+        self.rank, self.size, self._begin = rank, size, begin
+        self._store, self._key = store, f"{prefix}/boxes"
         self._memory: mmap.mmap | None = None
         self._handle: int | None = None  # of the memory, on rank 0 until all have it
         self._all_open = False
@@ -431,14 +413,13 @@ class Mailboxes:
             self.close()
             return
         self._memory[0] = 1
-        self._published(f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
+        self._store.set(self._key, f"{name}\n/proc/{os.getpid()}/fd/{self._handle}")
 
     def _open(self) -> None:
         """Open the memory that rank 0 made, if it is there."""
-        published = self._published(None)
-        if published is None:
+        if not self._store.check([self._key]):
             return
-        name, path = published.split("\n")
+        name, path = self._store.get(self._key).decode().split("\n")
         # Elsewhere, as in another container, the path is of something else.
         with contextlib.suppress(OSError, ValueError):
             if name in os.readlink(path):
@@ -534,6 +515,18 @@ def abort(error: BaseException) -> None:
     for it, now or at their next meeting: they raise RankMismatchError with it."""
     if not is_known_to_all(error):
         fail(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def reporting(but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """End the other ranks' wait for this one if it fails inside, unless by ``but``."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        abort(error)
+        raise
 
 
 def as_reported(error: E) -> E:

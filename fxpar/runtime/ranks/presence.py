@@ -112,12 +112,6 @@ def _error_text(error: Any) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-# Name on Linux of the threads that torch runs a backward in, on accelerators.
-_BACKWARD = "pt_autograd"
-# And those that serve the store.
-_SERVES = "pt_tcpstore"
-
-
 def computed() -> float:
     """Return the seconds of CPU that a program took: those of its Python threads,
     except the calling one, which answers for it, and of backwards. Threads that
@@ -125,8 +119,8 @@ def computed() -> float:
     takes 0.1 % of a core, a store's 30 us a question)."""
     threads = _python_threads()
     threads.discard(threading.get_native_id())
-    if torch.cuda.is_initialized():
-        threads |= _named_threads(_BACKWARD)
+    if torch.cuda.is_initialized():  # there torch runs a backward in threads of its own
+        threads |= _named_threads("pt_autograd")
     spent = [_seconds_of(thread) for thread in threads]
     if None in spent and not Path(_TASKS).exists():  # not Linux
         return time.process_time() - time.thread_time()
@@ -136,7 +130,7 @@ def computed() -> float:
 def torch_seconds() -> float:
     """Return the seconds of CPU of threads that are neither Python's nor serve the
     store: they send and receive for collectives."""
-    threads = _named_threads("") - _python_threads() - _named_threads(_SERVES)
+    threads = _named_threads("") - _python_threads() - _named_threads("pt_tcpstore")
     return sum(_seconds_of(thread) or 0.0 for thread in threads)
 
 
@@ -295,10 +289,6 @@ class Presence:
         mismatch.is_reported = True  # every rank raises it
         return mismatch
 
-    def counts(self) -> dict[str, int]:
-        """Return how many meetings this rank came to, by the prefixes of its worlds."""
-        return {world.prefix: world.meetings for world in self.met_in}
-
     def refuse(self, rank: int, answer: Answer, why: str, fix: str) -> None:
         """Fail the meeting at which a rank waits for this one. ``answer``: of that
         rank."""
@@ -416,7 +406,7 @@ class Presence:
         """Return the answer of this rank now."""
         for doing in _DOING[-1:]:
             return doing
-        line, waits, in_graph = _user_line(sys._current_frames())
+        line, waits, in_graph = _user_line()
         before, main, torch_took, at = self._cpu
         took = max(time.monotonic() - at, 1e-3)
         place = f"in a graph at {line}" if in_graph else f"in {line}"
@@ -461,15 +451,17 @@ _PYTHON = str(Path(contextlib.__file__).parent)
 
 def user_line() -> str:
     """Return the line of the user's code that the main thread is at."""
-    return _user_line(sys._current_frames())[0]
+    return _user_line()[0]
 
 
-def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _user_line() -> tuple[str, bool, bool]:
     """Return the ``user_line``, whether the main thread waits there for other ranks,
     and whether it runs a compiled graph."""
-    ident = threading.main_thread().ident
-    frame = frames.get(ident) if ident is not None else None
-    distributed, in_graph, last = False, False, "no code"
+    frame, distributed, in_graph, last = _main_frame(), False, False, "no code"
     generated = ("<eval_with_key>", _torch.inductor.cache_dir())
     while frame is not None:
         file = frame.f_code.co_filename
@@ -486,9 +478,7 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool, bool]:
 
 def is_in_collective() -> bool:
     """Return whether the main thread is inside a collective or a message of torch."""
-    ident = threading.main_thread().ident or 0
-    frame = sys._current_frames().get(ident)
-    if frame is None:
+    if (frame := _main_frame()) is None:
         return False
     file = frame.f_code.co_filename
     if file == f"{_TORCH}/_ops.py":
@@ -598,7 +588,8 @@ class Patience:
 
     def _end_of(self, late: Sequence[int]) -> str:
         """Return why the late ranks will not come; "" if they may."""
-        mine = self.presence.counts()
+        # How many meetings this rank came to, by the prefixes of its worlds.
+        mine = {world.prefix: world.meetings for world in self.presence.met_in}
         for rank in late:
             other = self.seen[rank]
             if other.state == "ended" and self.spent > ENDED:

@@ -9,7 +9,7 @@ import torch
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
-from fxpar.fusion.kernels.region_program import ComputeStep, op_name, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram, op_name, stages_of
 from fxpar.graph.builder import REGION
 from tests.helpers.kernels.fused_graphs import (
     ELSEWHERE,
@@ -126,8 +126,8 @@ def test_a_kernel_writes_over_what_it_reads_in_that_order_alone() -> None:
     def fits(fn: Any, reads: list[torch.Tensor], *over: int) -> list[bool]:
         """Of each output, over one of the tensors that are read."""
         (program,) = fused(fn)[1].programs
-        (part,) = [s for s in stages_of(program) if isinstance(s, ComputeStep)]
-        kernel = kernel_of(part.program)
+        (part,) = [s for s in stages_of(program) if isinstance(s, RegionProgram)]
+        kernel = kernel_of(part)
         pairs = zip(kernel.writes, over, strict=True)
         return [run_kernels.fits(kernel, reads, t, reads[i]) for t, i in pairs]
 

@@ -127,7 +127,7 @@ def test_numbers_on_the_cpu_are_arguments() -> None:
         kernels = compared(found, [given[k] for k in order])
     assert kernels.kernels and kernels.error <= F32
     (part,) = stages_of(found.program)
-    kernel = run_kernels.compiled(part.program, "cpu", numbers)
+    kernel = run_kernels.compiled(part, "cpu", numbers)
     assert len(numbers) == 2 == len(kernel.alone)
     assert not numbers & {t.name for t in kernel.reads}
 
@@ -200,26 +200,24 @@ def test_templates_read_and_write_elsewhere() -> None:
 
     (program,) = fused(both_sides)[1].programs
     first, move, last = stages_of(program)
-    space = space_of(last.program)
+    space = space_of(last)
     sinks = {move.operand: Sink(("mine_ptr",), put)}
-    before = emit_body(first.program, space, sinks=sinks)
+    before = emit_body(first, space, sinks=sinks)
     source = Source(("mine_ptr", "theirs_ptr"), get, ("scale = 2.0",))
-    behind = emit_body(last.program, space, sources={move.result: source})
+    behind = emit_body(last, space, sources={move.result: source})
     lines = [*phase(before), "tl.debug_barrier()", *phase(behind)]
     names = list(dict.fromkeys((*before.parameters, *behind.parameters)))
     text = function("both", names, lines, "two phases")
     draw = torch.Generator().manual_seed(2)
     given = {n: torch.randn(ROWS, WIDTH, generator=draw) for n in names}
     run_kernels.module_of("both", text).both[(2,)](*given.values(), PROGRAMS=2)
-    operand = given[f"{first.program.inputs[0].name}_ptr"]
-    (sent,) = run_kernels.interpret(first.program, [operand])
+    operand = given[f"{first.inputs[0].name}_ptr"]
+    (sent,) = run_kernels.interpret(first, [operand])
     values = {move.result: sent * 2 + given["theirs_ptr"]}
     values |= {n.removesuffix("_ptr"): x for n, x in given.items()}
-    want = run_kernels.interpret(
-        last.program, [values[t.name] for t in last.program.inputs]
-    )
+    want = run_kernels.interpret(last, [values[t.name] for t in last.inputs])
     assert apart(given["mine_ptr"], sent) <= F32
-    assert apart(given[f"{last.program.outputs[0].name}_ptr"], want[0]) <= F32
+    assert apart(given[f"{last.outputs[0].name}_ptr"], want[0]) <= F32
 
 
 def check_region(seed: int) -> bool:

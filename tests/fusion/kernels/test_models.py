@@ -15,7 +15,6 @@ from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.emit import kernel_of
 from fxpar.fusion.kernels.region_program import (
     CannotEmit,
-    ComputeStep,
     RegionProgram,
     stages_of,
 )
@@ -113,8 +112,8 @@ def test_compiled_ahead(mesh: str) -> None:
 def kernels_of(program: RegionProgram) -> Iterator[tuple[str, Compiled]]:
     """Those of its parts, and those with its collective inside."""
     for i, step in enumerate(stages_of(program)):
-        if isinstance(step, ComputeStep):
-            kernel = kernel_of(step.program, random=RANDOM)
+        if isinstance(step, RegionProgram):
+            kernel = kernel_of(step, random=RANDOM)
             yield f"{program.title} part {i}", compile_ahead(kernel)
     for name, how in ways_of(program).items():
         with contextlib.suppress(CannotEmit):

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from fxpar import cache_files
-from fxpar.fusion.kernels import implementations
 from fxpar.fusion.kernels.implementations import (
     GroupFacts,
     Run,
@@ -145,13 +144,13 @@ def test_the_first_ranks_file_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of other machines have other files, or none."""
-    kept = implementations._text_of
+    read = cache_files.read_record
     here = threading.local()
 
-    def of_rank(path: Path) -> str:
-        return kept(path) if here.rank == 0 else ""
+    def of_rank(*how: Any) -> Any:
+        return read(*how) if here.rank == 0 else None
 
-    monkeypatch.setattr(implementations, "_text_of", of_rank)
+    monkeypatch.setattr(cache_files, "read_record", of_rank)
     times = {ONE: 3.0, TWO: 1.0, NCCL: 2.0}
     ran, prepare, clock = clocks(times, times)
     p = program()

@@ -18,7 +18,6 @@ from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.expressions import CASTS
 from fxpar.fusion.kernels.placement import CAST
 from fxpar.fusion.kernels.region_program import (
-    ComputeStep,
     Outline,
     Ref,
     RegionProgram,
@@ -135,8 +134,8 @@ def compared(
     if want is None:
         want = made
     got = run_kernels.run(program, inputs, found.numbers)
-    parts = [s for s in stages_of(program) if isinstance(s, ComputeStep)]
-    kernels = [run_kernels.compiled(part.program, "cpu") for part in parts]
+    parts = [s for s in stages_of(program) if isinstance(s, RegionProgram)]
+    kernels = [run_kernels.compiled(part, "cpu") for part in parts]
     return Comparison(
         kernels=None not in kernels and bool(parts),
         own=len(set(places[len(inputs) :]) - set(places[: len(inputs)])) == len(made),

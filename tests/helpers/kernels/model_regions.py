@@ -26,7 +26,6 @@ from fxpar.fusion.kernels.implementations import FUSED
 from fxpar.fusion.kernels.region_program import (
     MOVES,
     CannotEmit,
-    ComputeStep,
     Outline,
     RegionProgram,
     Tensor,
@@ -166,12 +165,12 @@ def check_parts(program: RegionProgram) -> None:
     """Each part's kernel beside the part itself."""
     draw = torch.Generator().manual_seed(1)
     for step in stages_of(program):
-        if isinstance(step, ComputeStep):
-            inputs = [value_of(t, draw) for t in step.program.inputs]
+        if isinstance(step, RegionProgram):
+            inputs = [value_of(t, draw) for t in step.inputs]
             numbers = tuple(range(program.numbers))
-            whole = Outline(step.program, (), (), numbers, "", {})
+            whole = Outline(step, (), (), numbers, "", {})
             kernels = compared(whole, inputs)
-            assert kernels.kernels and kernels.error <= F32, step.program.title
+            assert kernels.kernels and kernels.error <= F32, step.title
 
 
 def ways_of(program: RegionProgram) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def shared_files(
         return Memory(addresses, own, every)
 
     cpu = torch.device("cpu")
-    meet = meeting.meet
+    meet = meeting.words_of_all
     return Provider(rank, ranks, programs, cpu, allocate, meet, meeting=meeting)
 
 
