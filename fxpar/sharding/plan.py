@@ -519,9 +519,9 @@ class Saved:
 
     def counts(self) -> tuple[int, ...]:
         """Return a list of whole numbers from 0."""
-        given = self.value if isinstance(self.value, list) else ()
-        if given and all(type(x) is int and x >= 0 for x in given):
-            return tuple(given)
+        sizes = self.value if isinstance(self.value, list) else ()
+        if sizes and all(type(x) is int and x >= 0 for x in sizes):
+            return tuple(sizes)
         return self.each(Saved.count)
 
     def number(self) -> float:

@@ -67,7 +67,7 @@ def test_queries_are_split_where_a_schedule_balances_them(
     assert queries(plan) == ((), (), ("cp",), ())
     assert [line.verb for line in plan.result.schedule.lines] == ["balance"]
     assert queries(planned(args, ranks, schedule="none")) == ((), ("cp",), (), ())
-    monkeypatch.setattr(plan_steps, "_can_choose_schedule", lambda request: False)
+    monkeypatch.setattr(plan_steps, "can_choose_schedule", lambda request: False)
     before = planned(args, ranks)
     assert queries(before) == ((), ("cp",), (), ())
     assert plan.predicted.seconds < before.predicted.seconds
@@ -81,7 +81,7 @@ def test_no_plan_is_slower_than_one_that_counts_on_no_schedule(
     rows: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tensors(rows, key_heads))
-    monkeypatch.setattr(plan_steps, "_can_choose_schedule", lambda request: False)
+    monkeypatch.setattr(plan_steps, "can_choose_schedule", lambda request: False)
     before = planned(tensors(rows, key_heads))
     assert plan.predicted.seconds <= before.predicted.seconds * 1.001
 
@@ -109,7 +109,7 @@ def test_the_search_and_the_prediction_agree_in_order(
 
     scheduled = correlation()
     assert scheduled >= 0.99
-    monkeypatch.setattr(plan_steps, "_can_choose_schedule", lambda request: False)
+    monkeypatch.setattr(plan_steps, "can_choose_schedule", lambda request: False)
     assert correlation() < scheduled
 
 
