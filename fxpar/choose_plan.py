@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import pipeline
-from fxpar.errors import HintError, PlanError, ScheduleError
+from fxpar.errors import HintError, PlanError
 from fxpar.features import FEATURES
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
@@ -200,10 +200,11 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
     """Predict a step without a schedule; ``state`` keeps its graph. Where one can be
     chosen, the choice begins with this prediction."""
     request, mesh = state.request, state.decided.mesh
-    is_alone = request.pipeline is not None or mesh.size == 1
-    is_as_chosen = mesh.is_shared_equally and not request.options.disable
-    if can_choose_schedule(request) and is_as_chosen and not is_alone:
-        with contextlib.suppress(ScheduleError):
+    has_choice = can_choose_schedule(request) and request.pipeline is None
+    is_one_order = mesh.is_shared_equally and not request.options.disable
+    if has_choice and is_one_order and mesh.size > 1:
+        # What fails here fails again where the schedule is chosen, which warns of it.
+        with contextlib.suppress(Exception):
             state.attempts = begin_choice(state)
             return state.attempts.now
     copied = _trial_of(state, state.decided, state.request)

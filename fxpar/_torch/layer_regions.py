@@ -621,8 +621,8 @@ def moved_guards(
 
 
 def _moved_source(instead: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Return a function that gives a source with others in its place, as its ``clone``
-    does, which begins anew at the root for each of the many sources of a layer."""
+    """Return a function that replaces sources, in whatever they are part of, as torch
+    does in ``clone``, but looks at a source that many share once."""
     from torch._guards import ChainedSource, Source
 
     moved = dict(instead)
