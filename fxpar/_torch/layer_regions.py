@@ -19,7 +19,7 @@ import functools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,23 +260,34 @@ class _Trace:
     def _record_region(self, tx: Any, layer: Any) -> bool:
         """Record the region that a layer became. Return whether it can be used again,
         and its class does not have too many."""
+        from torch._dynamo.source import is_from_source
         from torch._guards import InvokeSubgraphCache
+        from torch.utils._ordered_set import OrderedSet
+
+        def is_other(source: Any) -> bool:
+            return not is_from_source(source, layer.source)
 
         caches = tx.output.tracing_context.hop_dispatch_set_cache
         cache = caches.get_cache(invoke_subgraph())
         if not isinstance(cache, InvokeSubgraphCache):
             return False
         entries = cache.subgraph_reuse_cache.get(type(layer.value).forward.__code__, [])
-        guards = guards_on(tx, layer.source)
         new = [each for each in entries if id(each[1]) not in self.regions]
-        if len(new) != 1 or len(entries) > _KINDS or guards is None:
+        if len(new) != 1 or len(entries) > _KINDS:
             return False
         ((condition, entry),) = new
+        guards = guards_on(tx, layer.source, captured_by(entry))
+        if guards is None:
+            return False
         operands = set(entry.arg_sources) - {None, layer.source}
         if has_more_reads(tx, condition, operands, layer):
             return False
         if not is_reading_tensors(tx, entry, layer.source):
             return False
+        # Of the layer ``fits`` compares more than Dynamo, which so need not.
+        sources, checks = condition.traced_sources, condition.guards
+        condition.traced_sources = OrderedSet(s for s in sources if is_other(s))
+        condition.guards = [check for check in checks if is_other(check[0])]
         kind = kind_of(layer.value)
         traced = _TracedLayer(entry, kind, guards, self.counts[_STORE])
         others = list(self.regions.values())
@@ -446,6 +457,9 @@ class LayerGuard:
     check: Any
     # The value that the check compares with, read from the traced layer.
     expected: Any
+    # Whether it is on a tensor that the region reads: where a region is called, Dynamo
+    # makes this an input of the graph, and guards it.
+    is_captured: bool
 
 
 def has_own_calls(layer: nn.Module) -> bool:
@@ -530,20 +544,25 @@ def has_more_reads(tx: Any, condition: Any, operands: Set[Any], layer: Any) -> b
     )
 
 
+def captured_by(entry: Any) -> list[Any]:
+    """Return the sources of what a region reads that is no operand of its call."""
+    from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource
+
+    inputs = entry.subgraph_input_mapping
+    return [x.source for x in inputs if isinstance(x, LiftedCapturedSource)]
+
+
 def is_reading_tensors(tx: Any, entry: Any, source: Any) -> bool:
     """Return whether a region reads nothing of its layer but tensors of fixed sizes,
     and makes no sizes of data: numbers that Dynamo leaves open belong to one layer, and
     no guard says to which."""
     from torch._dynamo.source import is_from_source
-    from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource
     from torch.fx.experimental.symbolic_shapes import (
         free_symbols,
         free_unbacked_symbols,
     )
 
-    inputs = entry.subgraph_input_mapping
-    captured = (x.source for x in inputs if isinstance(x, LiftedCapturedSource))
-    read = map(tx.output.resolve_source_value, captured)
+    read = map(tx.output.resolve_source_value, captured_by(entry))
     if not all(isinstance(x, torch.Tensor) for x in read):
         return False
     shapes = tx.output.shape_env
@@ -561,9 +580,12 @@ def is_reading_tensors(tx: Any, entry: Any, source: Any) -> bool:
     return own.isdisjoint(used) and not any(map(free_unbacked_symbols, sized))
 
 
-def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:
+def guards_on(
+    tx: Any, source: Any, captured: Collection[Any]
+) -> tuple[LayerGuard, ...] | None:
     """Return the guards on the value of a source, and on what is in it; None if Dynamo
-    cannot say for one of them whether it holds for another value."""
+    cannot say for one of them whether it holds for another value. ``captured``: sources
+    of tensors that the region reads."""
     from torch._dynamo import guards
     from torch._dynamo.source import is_from_source
 
@@ -580,7 +602,8 @@ def guards_on(tx: Any, source: Any) -> tuple[LayerGuard, ...] | None:
         else:
             value = tx.output.resolve_source_value(guard.originating_source)
             expected = check.get_metadata_fn(guard, value)
-        each.append(LayerGuard(guard, check, expected))
+        inside = any(is_from_source(guard.originating_source, c) for c in captured)
+        each.append(LayerGuard(guard, check, expected, inside))
     return tuple(each)
 
 
@@ -589,8 +612,8 @@ def moved_guards(
 ) -> list[Any] | None:
     """Return the guards on the traced layer as guards on the one that is called; None
     if one does not hold for it. ``instead``: Dynamo's sources of the operands of the
-    traced call -> the sources of this call's. Tensors become inputs of the graph, which
-    Dynamo guards itself."""
+    traced call -> the sources of this call's. Tensors that the region does not read
+    become inputs of the graph, too: Dynamo guards these itself."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     values, moved = _values(tx), _moved_source(instead)
@@ -612,7 +635,8 @@ def moved_guards(
         if not holds:
             return None
         if name == _TENSOR:
-            tensors.append((source, value))
+            if not each.is_captured:
+                tensors.append((source, value))
         else:
             here.append(source.make_guard(create))
     for source, value in tensors:
