@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.symbols import Inexpressible
 from fxpar.errors import PlanError, RuleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, value_of
@@ -248,7 +249,7 @@ class Cutter:
         call = LocalCall(self.build, node, rule, reads, results, tuple(shapes))
         try:
             return local_form(call, new_args, new_kwargs)
-        except (PlanError, RuntimeError, ValueError) as error:
+        except (Inexpressible, PlanError, RuntimeError, ValueError) as error:
             raise Refused(f"has no form on slices: {error}") from error
 
     def _reduced(

@@ -102,6 +102,17 @@ def test_numbers_drawn_by_local_index() -> None:
     refused(made, SPLIT + "reorder([rand, add], ag)", "needs rand on slices")
 
 
+def test_rows_that_each_rank_picks_for_itself() -> None:
+    def program(x: Any, w: Any) -> Any:
+        return reduce_scatter(all_gather(x) @ w)
+
+    toy = Toy(program, ("[tp, _]", (8, 4)), ("[_, _]", (4, 4)))
+    ring = "overlap(mm, reduce_scatter_tensor, ring=1)\n"
+    toy.check(ring)
+    reason = "which rows are cut out of a split dim is dynamic"
+    refused(toy, ring + f"overlap({GATHER}, select_int, ring=1)", reason)
+
+
 def test_state_that_is_read_whole_later() -> None:
     def program(g: Any, m: Any) -> Any:
         new = m + all_reduce(g)

@@ -442,10 +442,11 @@ def _is_split(call: LocalCall, dim: int) -> bool:
 
 
 def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
-    """Return the rows of a dim of the first operand that a slice names."""
+    """Return the rows of a dim of the first operand that a slice names. Raises
+    Inexpressible if they are not known before the program runs."""
     rows = call.shapes[0][dim]
     if not all(n is None or isinstance(n, int) for n in (rows, *cut)):
-        raise Inexpressible("rows are cut out of a dim whose size is dynamic")
+        raise Inexpressible("which rows are cut out of a split dim is dynamic")
     return range(rows)[slice(*cut)]
 
 
@@ -479,7 +480,7 @@ def _local_select(call: LocalCall, x: fx.Node, dim: int, index: int) -> fx.Node:
     dim %= len(call.shapes[0])
     if not _is_split(call, dim):
         return call.same(x, dim, index)
-    row = _own_rows(call, x, dim, _positions(call, dim, index, index + 1 or None))
+    row = _own_rows(call, x, dim, _positions(call, dim, index, None)[:1])
     return call.build.call(aten.squeeze.dim, row, dim)
 
 
@@ -530,7 +531,7 @@ def _local_select_scatter(
     if not _is_split(call, dim):
         return call.same(x, source, dim, index)
     row = call.build.call(aten.unsqueeze.default, source, dim)
-    positions = _positions(call, dim, index, index + 1 or None)
+    positions = _positions(call, dim, index, None)[:1]
     return _put(call, x, row, dim, positions)
 
 
