@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import RankMismatchError
+from fxpar.passes.order.forward_backward import is_same_program
+from fxpar.runtime.steps import plan_steps
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import place_of
 
@@ -167,3 +171,26 @@ def test_layouts_that_name_the_batch_axis(how: str, plan: str, inputs: str) -> N
         assert losses == pytest.approx(want, rel=1e-10)
         for p, q in zip(ps, qs, strict=True):
             torch.testing.assert_close(p, q)
+
+
+def compared_programs() -> list[bool]:
+    """For each schedule that is chosen: whether it was simulated on what runs."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(64, 64), nn.Tanh()] * 2)
+    model = fxpar.shard(model, mesh="dp=2")
+    options = {"plan": "search", "codegen": "eager", "inputs": "local"}
+    run, same = torch.compile(model, backend="fxpar", options=options), []
+
+    def noted(*graphs: Any) -> bool:
+        same.append(is_same_program(*graphs))
+        return same[-1]
+
+    with mock.patch.object(plan_steps, "is_same_program", side_effect=noted):
+        run(torch.randn(8, 64)).square().mean().backward()
+    return same
+
+
+def test_a_schedule_is_simulated_on_the_program_that_runs(tmp_path: Path) -> None:
+    env = {"FXPAR_SCHEDULE": "auto", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    leader, _ = shared_pool(2).run(compared_programs, env=env, timeout=100.0)
+    assert leader and all(leader)
