@@ -328,4 +328,6 @@ def test_models_with_two_key_heads(family: str, mesh: str) -> None:
     for name in ("k", "v"):
         weight = f"model.model.layers.1.self_attn.{name}_proj.weight"
         assert plan.spec(weight) == Spec("tp:(1)2", None)
-    assert not {"all_gather", "all_to_all"} & {c.kind for c in plan.collectives}
+    # The loss gathers maximum and sum of each part of the vocabulary.
+    of_layers = (c for c in plan.collectives if not c.source.startswith("amax "))
+    assert {c.kind for c in of_layers} == {"all_reduce"}
