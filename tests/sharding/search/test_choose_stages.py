@@ -407,15 +407,20 @@ def test_what_cannot_win_is_not_searched(
     assert f"stages: {note}" in plan.notes
 
 
-def chosen_of(
+def staged_choice(
     on: Hardware, ranks: int, seconds: float = 30.0, bar: float = math.inf
-) -> tuple[Candidate, str]:
+) -> tuple[Candidate | None, str]:
     options = SearchOptions(on, seconds)
     line = Mesh((("dp", ranks),))
     meshes = staged_candidates(ranks, on)
     request = Request(line, trained().signature, mode=options, staged=meshes)
     request = replace(request, pipeline_schedule="1f1b")
     choice, (note,) = fastest_staged(trained(), request, bar)
+    return choice, note
+
+
+def chosen_of(*args: Any, **kwargs: Any) -> tuple[Candidate, str]:
+    choice, note = staged_choice(*args, **kwargs)
     assert choice is not None and choice.step is not None
     return choice, note
 
@@ -529,20 +534,15 @@ def test_a_glance_has_layers_alike() -> None:
         search(program, Mesh.parse("dp=4"), replace(options, memory=0.1 * peak), {})
 
 
-@pytest.mark.slow
-def test_a_place_keeps_to_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_keeps_to_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def large(*args: Any) -> StagedStep:
         step = price_stages(*args)
         assert step is not None
         return replace(step, memory=(1e12,))
 
     monkeypatch.setattr(candidates, "price_stages", large)
-    monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
-    plan = planned(STARVED, tmp_path, monkeypatch)
-    assert not plan.stages
-    assert any("needs 931 GiB a rank" in note for note in plan.notes)
+    choice, note = staged_choice(STARVED, 4)
+    assert choice is None and "pp=4 needs 1 TB a rank" in note
 
 
 @pytest.mark.slow
@@ -551,9 +551,9 @@ def test_a_batch_that_does_not_divide_is_cut_in_fewer_parts(
 ) -> None:
     """As it runs, so it is priced: 64 rows in 4 parts where 7 are asked for."""
     monkeypatch.setenv("FXPAR_MICROBATCHES", "7")
-    plan = planned(STARVED, tmp_path, monkeypatch)
-    assert len(plan.stages) > 1 and plan.microbatches == 4
-    assert any(f"{len(plan.stages)} stages, gpipe, 4 microb" in n for n in plan.notes)
+    plan = planned(STARVED, tmp_path, monkeypatch, "pp=4,dp=1")
+    assert any("4 stages, gpipe, 4 microbatches" in note for note in plan.notes)
+    assert any("the batch is cut in 4 microbatches" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
