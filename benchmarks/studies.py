@@ -421,30 +421,17 @@ STUDIES = (
                 "torch's own tracing, partitioning, lowering and C++ compiler.",
             ),
             Table(
-                ("first_step_two_layers.json",),
-                _FIRST_STEPS,
-                _first_steps,
-                "`fxpar.shard` with fewer and smaller kernels for its buckets, each "
-                "run twice.",
-            ),
-            Table(
                 ("first_step_32_layers.json",),
                 _FIRST_STEPS,
                 _first_steps,
-                "By layers, each run once: with cold caches 32 layers take about three "
-                "times as long as 2, on all sides.",
+                "By layers. Of what 30 layers more take with warm caches, half is "
+                "making the model and the step itself.",
             ),
             Table(
                 ("first_step_four_ranks.json",),
                 _FIRST_STEPS,
                 _first_steps,
-                "On 4 ranks; parameters of `fxpar` stay whole here, as of `as_ddp`.",
-            ),
-            Table(
-                ("first_step_32_four_ranks.json",),
-                _FIRST_STEPS,
-                _first_steps,
-                "32 layers on 4 ranks, which share 2 cores, each run once.",
+                "On 4 ranks, which share 2 cores, each run once.",
             ),
             Table(
                 ("layers_cpu.json", "layers_8b_cpu.json"),
