@@ -236,7 +236,9 @@ def checkpointed(mesh: str | None) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
+)
 def test_activation_checkpointing(mesh: str) -> None:
     near(on_ranks(checkpointed, mesh, mesh=mesh), checkpointed(None))
 
