@@ -152,11 +152,14 @@ def torchrun(
     return (folder / "rank0").read_text()
 
 
-# Examples that import what may be missing, train a library's loop, or start twice.
+# Examples of ranks, but for a compiled model and a whole step.
 SLOW_EXAMPLES = (
     "checkpoint_resume.py",
+    "custom_op.py",
+    "experts.py",
     "hf_trainer.py",
     "lightning_trainer.py",
+    "packed_documents.py",
     "pipeline_found.py",
 )
 COMMAND = re.compile(

@@ -69,8 +69,8 @@ def call(options: dict[str, Any] | None = None) -> torch.Tensor:
 
 def raised(fn: Any, *args: Any, kind: type = FxparError, **how: Any) -> list[str]:
     """The texts of what every rank must raise."""
-    errors = shared_pool(4).errors(fn, *args, **how)
-    assert [type(error) for error in errors] == [kind] * 4, errors
+    errors = shared_pool(2).errors(fn, *args, **how)
+    assert [type(error) for error in errors] == [kind] * 2, errors
     return [str(error) for error in errors]
 
 
@@ -102,7 +102,7 @@ def test_malformed_mesh(mesh: str, said: str) -> None:
 @pytest.mark.multiprocess
 def test_mesh_of_another_size_than_the_world() -> None:
     for text in raised(call, kind=MeshError, env={"FXPAR_MESH": "dp=2,tp=4"}):
-        assert "mesh dp=2,tp=4 has 8 ranks, but 4 processes run" in text
+        assert "mesh dp=2,tp=4 has 8 ranks, but 2 processes run" in text
         assert "--nproc-per-node 8" in text
 
 
@@ -177,8 +177,8 @@ def test_parameters_that_differ_are_those_of_rank_0() -> None:
 
 def other_inputs(by_name: bool) -> None:
     model, _ = made()
-    x = torch.full((8, WIDTH), float(rank() == 2))
-    program = compiled(model, mesh="dp=2,tp=2")
+    x = torch.full((8, WIDTH), float(rank() == 1))
+    program = compiled(model)
     program(x=x) if by_name else program(x)
 
 
@@ -186,7 +186,7 @@ def other_inputs(by_name: bool) -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_inputs_that_differ(by_name: bool) -> None:
     for text in raised(other_inputs, by_name, kind=InputMismatchError):
-        assert "input x differs between ranks: rank 2 does not feed what rank 0" in text
+        assert "input x differs between ranks: rank 1 does not feed what rank 0" in text
         assert "feed the same batch on every rank" in text
         assert "FXPAR_INPUTS=local" in text
 
@@ -295,13 +295,11 @@ def fails_while_compiling() -> None:
 
 @pytest.mark.multiprocess
 def test_a_rank_that_fails_while_compiling() -> None:
-    errors = shared_pool(4).errors(fails_while_compiling)
-    kinds = [RankMismatchError, PlanError, RankMismatchError, RankMismatchError]
-    assert [type(error) for error in errors] == kinds
-    assert "nothing fits here" in str(errors[1])
-    for me in (0, 2, 3):
-        assert "rank 1 failed:\nPlanError: nothing fits here" in str(errors[me])
-    for out in shared_pool(4).run(call):  # the ranks go on
+    first, second = shared_pool(2).errors(fails_while_compiling)
+    assert isinstance(second, PlanError) and "nothing fits here" in str(second)
+    assert isinstance(first, RankMismatchError)
+    assert "rank 1 failed:\nPlanError: nothing fits here" in str(first)
+    for out in shared_pool(2).run(call):  # the ranks go on
         torch.testing.assert_close(out, call())
 
 
@@ -457,7 +455,7 @@ def own_op_on_ranks(strict: bool, ruled: bool) -> tuple[list[str], torch.Tensor]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            options = {"strict": strict, "mesh": "dp=4", "plan": "propagate"}
+            options = {"strict": strict, "mesh": "dp=2", "plan": "propagate"}
             out = compiled(uses_own_op, **options)(X)
     finally:
         rules._USER.pop("fxpar_tests::double", None)
@@ -466,7 +464,7 @@ def own_op_on_ranks(strict: bool, ruled: bool) -> tuple[list[str], torch.Tensor]
 
 @pytest.mark.multiprocess
 def test_own_op_on_ranks() -> None:
-    pool = shared_pool(4)
+    pool = shared_pool(2)
     for ruled in (False, True):
         for me, (texts, out) in enumerate(pool.run(own_op_on_ranks, False, ruled)):
             torch.testing.assert_close(out, uses_own_op(X))

@@ -236,7 +236,9 @@ def checkpointed(mesh: str | None) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
+)
 def test_activation_checkpointing(mesh: str) -> None:
     near(on_ranks(checkpointed, mesh, mesh=mesh), checkpointed(None))
 
@@ -300,10 +302,10 @@ def default_mesh() -> str:
 @pytest.mark.multiprocess
 def test_mesh_by_default_and_from_the_environment() -> None:
     def named(mesh: str) -> str:
-        return on_ranks(default_mesh, mesh="x=2,y=2", env={"FXPAR_MESH": mesh})
+        return on_ranks(default_mesh, env={"FXPAR_MESH": mesh})
 
-    assert named("") == "dp=4"
-    assert named("x=2,y=2") == "x=2,y=2"
+    assert named("") == "dp=2"
+    assert named("x=1,y=2") == "x=1,y=2"
 
 
 def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +416,7 @@ def dumped(folder: str) -> tuple[str, torch.Tensor, dict[str, list[torch.Tensor]
     """Results of a call, and of its stages run from the files this rank wrote."""
     model, x = made(), sample()
     with torch.no_grad():
-        out = compiled(model, mesh="dp=2,tp=2", dump=folder)(x)
+        out = compiled(model, mesh="tp=2", dump=folder)(x)
     given = {str(list(t.shape)): t for t in [*model.parameters(), x]}
     again = {}
     (graph,) = (Path(folder) / f"rank{dist.get_rank()}").iterdir()
@@ -442,13 +444,13 @@ STAGES = ("traced", "normalized", "planned", "resharded", "local", "bound")
 
 @pytest.mark.multiprocess
 def test_dump_can_be_read_and_run(tmp_path: Path) -> None:
-    digest, out, again = on_ranks(dumped, str(tmp_path), mesh="dp=2,tp=2")
+    digest, out, again = on_ranks(dumped, str(tmp_path))
     names = [f"{n}_{stage}" for n, stage in enumerate(STAGES)]
     assert list(again) == [name for name in names if name != "4_local"]
     want = made()(sample()).detach()
     for value in (out, *again.values()):
         near(value, want)
-    first, *others = [next((tmp_path / f"rank{r}").iterdir()) for r in range(4)]
+    first, *others = [next((tmp_path / f"rank{r}").iterdir()) for r in range(2)]
     assert Plan.load(first / "plan.json").hash == digest
     assert (first / "plan.txt").read_text().startswith(f"plan {digest} for mesh")
     text = (first / "4_local.txt").read_text()

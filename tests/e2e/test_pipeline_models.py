@@ -105,7 +105,7 @@ class EncoderDecoder(nn.Module):
 
 def encoder_decoder() -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    model = EncoderDecoder().double()
+    model = EncoderDecoder(blocks=2).double()
     ids = torch.randint(12, (2 * SAMPLES, 5))
     return model, {"ids": ids, "labels": ids.roll(1, 1)}
 

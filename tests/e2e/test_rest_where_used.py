@@ -41,10 +41,10 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,10 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
-def built(mesh: str | None, *, tied: bool = False, **how: Any) -> Any:
+def built(mesh: str | None, *, blocks: int = 2, tied: bool = False, **how: Any) -> Any:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = Small().double()
+    model = Small(blocks).double()
     if tied:
         model.head.weight = model.words.weight
     return fxpar.shard(model, mesh=mesh, **how) if mesh else model
@@ -112,7 +112,7 @@ def has_moved(model: Any) -> bool:
 def with_state(mesh: str | None) -> list[Any]:
     """A gradient, an optimizer with its state, a state dict and copies are there before
     the first call; a penalty's gradient is on its way."""
-    model = built(mesh)
+    model = built(mesh, blocks=1)
     mine = {name: (p, id(p)) for name, p in model.named_parameters()}
     optimizer = adam_of(model)
     for p in model.parameters():
@@ -317,7 +317,7 @@ def test_open_sizes() -> None:
 def stays(mesh: str, how: dict[str, Any]) -> None:
     if "sample" in how:
         how = {"sample": ((batches()[0],), {})}
-    model = built(mesh, **how)
+    model = built(mesh, blocks=1, **how)
     before = [splits(p) for p in model.parameters()]
     run_of(model, mesh)(batches()[0]).backward()
     assert [splits(p) for p in model.parameters()] == before

@@ -79,10 +79,10 @@ class Block(nn.Module):
 class Small(nn.Module):
     """Tied weights, a parameter of size 1, one that divides by nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.odd = nn.Parameter(torch.ones(3, 1))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -95,9 +95,9 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def small() -> nn.Module:
+def small(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return Small()
+    return Small(layers)
 
 
 def batches(count: int, size: int = 8) -> list[dict[str, torch.Tensor]]:
@@ -123,23 +123,23 @@ def steps(
 
 
 def prepared(
-    mesh: str | None, change: Change | None = None, **options: Any
+    mesh: str | None, change: Change | None = None, layers: int = 2
 ) -> tuple[nn.Module, Any]:
     """The small model and what to call: sharded and compiled, or as it is."""
-    model = small()
+    model = small(layers)
     if change is not None:
         change(model)
     if mesh is None:
         return model, model
     model = fxpar.shard(model, mesh=mesh)
-    return model, compiled(model, mesh, **options)
+    return model, compiled(model, mesh)
 
 
 # Accumulation
 
 
 def accumulated(mesh: str | None, wait: bool) -> list[Any]:
-    model, program = prepared(mesh)
+    model, program = prepared(mesh, layers=1)
     before = len(fxpar.plans())
     for i, batch in enumerate(batches(3)):
         waits = mesh is not None and wait and i < 2
@@ -319,7 +319,7 @@ def test_autocast_gathers_what_it_casts() -> None:
 
 def with_sample(mesh: str) -> list[Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(2)])
+    model = nn.Sequential(Block())
     model = fxpar.shard(model, mesh=mesh, sample=((rows(),), {}))
     lies = {n: " ".join(map(str, p.placements)) for n, p in model.named_parameters()}
     before = len(fxpar.plans())
@@ -330,7 +330,7 @@ def with_sample(mesh: str) -> list[Any]:
 
 def test_a_layout_from_a_sample_is_never_gathered_on_tp() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(2)])
+    model = nn.Sequential(Block())
     model(rows()).square().mean().backward()
     got, lies, collectives = alike(with_sample, "dp=2,tp=2")
     near(got, gradients(model), rtol=1e-4)

@@ -27,10 +27,8 @@ def row(
     """A model, the options it is compiled with, how its parameters lie between steps,
     and how many steps there are."""
     words = (name, mesh, rest, *(str(value) for value in options.values()))
-    is_quick = (name, steps) == ("llama/1", 3) and mesh == "dp=2"
     options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"} | options
-    marks = () if is_quick else pytest.mark.slow
-    return pytest.param(name, options, rest, steps, id="-".join(words), marks=marks)
+    return pytest.param(name, options, rest, steps, id="-".join(words))
 
 
 CASES = [
@@ -97,6 +95,7 @@ def train_in_one_graph(name: str, options: dict[str, Any], *args: Any) -> Run:
         return train(name, options, *args)
 
 
+@pytest.mark.slow  # but for the one below
 @pytest.mark.usefixtures("propagated")
 @pytest.mark.parametrize(("name", "options", "rest", "steps"), CASES)
 def test_models_train_as_on_one_device(

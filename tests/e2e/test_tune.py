@@ -93,25 +93,20 @@ def clocked(best: int, failing: Callable[[int, int, int], None]) -> Any:
     return mock.patch.object(tune_schedule, "measure", measure)
 
 
-def measured(hardware: str) -> list[tuple[Any, ...]]:
+def measured(hardware: str) -> tuple[str, ...]:
     want, plain = loss_of(hardware)
-    out = []
-    for best in range(2):
-        with clocked(best, lambda *_: None):
-            loss, plan = loss_of(hardware, tune=True)
-        assert loss == pytest.approx(want, rel=1e-9)
-        out.append((plan.schedule, plan.hash, plan.notes[-1], plain.schedule))
-    return out
+    with clocked(1, lambda *_: None):
+        loss, plan = loss_of(hardware, tune=True)
+    assert loss == pytest.approx(want, rel=1e-9)
+    return plain.schedule, plan.schedule, plan.hash, plan.notes[-1]
 
 
 def test_the_slowest_rank_counts_and_all_take_the_same(hardware: str) -> None:
-    first, *others = shared_pool(2).run(measured, hardware)
-    assert all(other == first for other in others)
-    for best, (schedule, _, note, plain) in enumerate(first):
-        assert plain
-        assert (schedule == plain) == (best == 0)
-        assert f"number {best + 1} is taken" in note
-    assert len({schedule for schedule, *_ in first}) == 2
+    first, second = shared_pool(2).run(measured, hardware)
+    assert second == first
+    plain, schedule, _, note = first
+    assert plain and schedule != plain
+    assert "number 2 is taken" in note
 
 
 def really(hardware: str) -> tuple[float, float, Any]:

@@ -190,7 +190,9 @@ def test_triton_stream_is_lowered_as_it_runs(monkeypatch) -> None:
         )
 
     seed = torch.tensor(2**62 + 17)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    graphs = torch._inductor.config.patch(fx_graph_cache=False)
+    programs = torch._functorch.config.patch(enable_autograd_cache=False)
+    with graphs, programs:  # they do not know of the stream; kernels are kept
         rand, randn = torch.compile(slices)(seed)
     expected = slices(seed)
     assert torch.equal(rand, expected[0])

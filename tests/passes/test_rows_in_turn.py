@@ -279,9 +279,17 @@ def scan(x: torch.Tensor, y: torch.Tensor) -> Any:
 A_LEVEL = 10
 
 
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
-    "rows", [67, *(pytest.param(n, marks=pytest.mark.slow) for n in (201, 1003))]
+    ("rows", "mesh"),
+    [
+        (67, "tp=4"),
+        *(
+            pytest.param(rows, mesh, marks=pytest.mark.slow)
+            for rows in (67, 201, 1003)
+            for mesh in MESHES
+            if (rows, mesh) != (67, "tp=4")
+        ),
+    ],
 )
 def test_a_scan_sends_few_rows(rows: int, mesh: str) -> None:
     plan = right(scan, tensors(2, rows, COLUMNS), mesh)

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import fxpar
 import fxpar.features.experts.expert_ops
+import fxpar.features.stages.sums_of_parts  # registers an op
 from fxpar._torch.fake import new_fake_mode
 from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
@@ -1026,8 +1027,11 @@ def test_llama_sends_what_its_plan_says(grad, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert")),
-        *("vit", "resnet"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2", "bert", "vit")
+        ),
+        "resnet",
     ],
 )
 def test_models_send_what_their_plans_say(name, monkeypatch):

@@ -43,11 +43,11 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Three levels, joined across as Cicek et al. (2016) do."""
+    """Two levels, joined across as Cicek et al. (2016) do."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (2, 4, 6, 8)
+        widths = (2, 4, 6)
         self.down = nn.ModuleList(map(Double, widths[:-1], widths[1:]))
         self.up = nn.ModuleList(
             nn.ConvTranspose3d(outs, ins, 2, 2)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 from fxpar import _torch
 from fxpar.runtime.caches.known_programs import compile_once
 from fxpar.runtime.caches.program_identity import content, fixed_content, name_inputs
+from tests.helpers.caches import without_programs
 from tests.helpers.spawn import shared_pool
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -187,7 +188,7 @@ IN_BRIEF = ((custom, "global"),)
 def test_the_next_start_runs_the_new_code(
     tmp_path: Path, kind: Callable[[Call], Call], inputs: str
 ) -> None:
-    folders = [str(tmp_path / name) for name in ("kept", "new")]
+    folders = [without_programs(tmp_path / name) for name in ("kept", "new")]
     for apart in shared_pool(2).run(starts, folders, kind, inputs, timeout=300.0):
         assert max(apart) < 1e-5
 
@@ -196,7 +197,7 @@ def test_the_next_start_runs_the_new_code(
 @pytest.mark.multiprocess
 def test_one_rank_runs_the_new_code_too(tmp_path: Path) -> None:
     """Torch's own cache would give the backward that a custom op had before."""
-    folders = [str(tmp_path / name) for name in ("kept", "new")]
+    folders = [without_programs(tmp_path / name) for name in ("kept", "new")]
     (apart,) = shared_pool(2).run(
         starts, folders, custom, "global", "dp=1", ranks=1, timeout=300.0
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError
+from tests.helpers.caches import without_programs
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -20,7 +21,8 @@ MESH = {"FXPAR_MESH": "dp=2"}
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Caches that all cases share, and no other test."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("caches"))}
+    folder = without_programs(tmp_path_factory.mktemp("caches"))
+    return {"TORCHINDUCTOR_CACHE_DIR": folder}
 
 
 def settings_seen(how: dict[str, Any], step: bool) -> list[tuple[bool, bool, bool]]:

@@ -19,6 +19,7 @@ import fxpar
 from fxpar import pipeline
 from fxpar.runtime.caches import known_programs
 from fxpar.sharding import read_program
+from tests.helpers.caches import without_programs
 from tests.helpers.spawn import shared_pool
 
 
@@ -87,11 +88,11 @@ def two_starts(
     folder: Path, lengths: Sequence[int], flip: bool = False, **options: Any
 ) -> list[list[dict[str, Any]]]:
     """What each rank says of a cold start and of the next, in other processes."""
-    pool = shared_pool(2)
+    pool, caches = shared_pool(2), without_programs(folder)
     starts = []
     for _ in range(2):
         pool.renew()
-        given = str(folder), lengths, flip, options
+        given = caches, lengths, flip, options
         starts.append(pool.run(start, *given, timeout=600.0))
     for each in (rank for ranks in starts for rank in ranks):
         assert each["apart"] < 1e-10, each

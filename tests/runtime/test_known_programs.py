@@ -28,6 +28,7 @@ from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
+from tests.helpers.caches import without_programs
 from tests.helpers.spawn import shared_pool
 
 
@@ -221,7 +222,7 @@ def started(folders: list[str], **asked: Any) -> dict[str, Any]:
 @pytest.fixture
 def folders(tmp_path: Path) -> Iterator[list[str]]:
     shared_pool(2).renew()
-    yield [str(tmp_path / name) for name in "ab"]
+    yield [without_programs(tmp_path / name) for name in "ab"]
     shared_pool(2).renew()
 
 
@@ -313,7 +314,8 @@ def told_wrong(folder: str) -> dict[str, Any]:
 
 @pytest.mark.multiprocess
 def test_what_never_fits_is_planned_by_all(tmp_path: Path) -> None:
-    for each in shared_pool(2).run(told_wrong, str(tmp_path), timeout=600.0):
+    folder = without_programs(tmp_path)
+    for each in shared_pool(2).run(told_wrong, folder, timeout=600.0):
         assert each["looks"] == [False, True]
         assert each["apart"] < 1e-12 and each["planned"] == 3
 
@@ -363,9 +365,9 @@ def conjugated(folder: str, conj: bool) -> float:
 def test_what_tracing_depends_on_may_change_between_starts(
     tmp_path: Path, start: Callable[[str, bool], float]
 ) -> None:
-    pool = shared_pool(2)
+    pool, folder = shared_pool(2), without_programs(tmp_path)
     for other in (False, True, False):
-        apart = pool.run(start, str(tmp_path), other, timeout=300.0)
+        apart = pool.run(start, folder, other, timeout=300.0)
         assert max(apart) < 1e-6
 
 

@@ -164,7 +164,7 @@ def momentum(parameters: Any) -> Any:
     [plain, *(pytest.param(p, marks=pytest.mark.slow) for p in (dropped, viewed))],
 )
 def test_layers_of_a_step(part: Any) -> None:
-    forward, step = check_step(part, torch.optim.AdamW)
+    forward, step = check_step(part, momentum)
     assert copied(forward) == LAYERS - 2  # the first has no gradient to give
     assert not any(kind.refused for kind in step)
     # Layers of the forward and of the backward, and of the update what writes.

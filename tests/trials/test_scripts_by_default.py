@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 QUICK = (
     ("turns", "pp=2", "shard"),
     ("two_models", "pp=2", "compile"),
-    ("groups", "dp=2", "step"),
+    ("ring", "dp=2", "step"),
 )
 MESHES = (
     "dp=2",

@@ -4,6 +4,7 @@ that does not communicate."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,7 @@ def _not_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@functools.cache
 def planned(
     layers: int, mesh: str, *, by_sample: bool = False
 ) -> tuple[Plan, dict[str, set[str]]]:
@@ -95,9 +97,9 @@ def test_the_first_graph_uses_parameters_as_they_are_laid_out(
 
 
 def test_a_sample_lays_parameters_out_as_the_first_call_does() -> None:
-    plan, layouts = planned(1, "tp=2", by_sample=True)
+    plan, layouts = planned(2, "dp=2,tp=2", by_sample=True)
     assert not [note for note in plan.notes if "resharded at each call" in note]
-    assert layouts == planned(1, "tp=2")[1]
+    assert layouts == planned(2, "dp=2,tp=2")[1]
 
 
 def test_a_parameter_of_a_mesh_in_another_order_is_refused() -> None:

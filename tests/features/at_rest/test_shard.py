@@ -685,15 +685,15 @@ def test_shard_twice() -> None:
 
 
 def another_mesh_than_the_environment() -> None:
-    fxpar.shard(made(), mesh="dp=4")
+    fxpar.shard(made(), mesh="tp=2")
 
 
 def the_mesh_of_the_environment() -> None:
-    fxpar.shard(made(), mesh="dp=2,tp=2")
+    fxpar.shard(made(), mesh="dp=1,tp=2")
 
 
 def another_mesh_to_compile() -> None:
-    compiled(sharded(), mesh="dp=4")(ids())
+    compiled(sharded("dp=1,tp=2"), mesh="dp=2")(ids())
 
 
 def too_large_a_mesh() -> None:
@@ -702,13 +702,14 @@ def too_large_a_mesh() -> None:
 
 @multiprocess
 def test_meshes_that_differ() -> None:
-    env = {"FXPAR_MESH": "dp=2,tp=2"}
-    words = "dp=4", "FXPAR_MESH is dp=2,tp=2", "unset FXPAR_MESH"
-    refused(another_mesh_than_the_environment, MeshError, *words, env=env)
-    everywhere(the_mesh_of_the_environment, env=env)
-    words = "sharded over mesh dp=2,tp=2", "for mesh dp=4", "by FXPAR_MESH"
-    refused(another_mesh_to_compile, MeshError, *words)
-    refused(too_large_a_mesh, MeshError, "dp=8 has 8 ranks", "4 processes run")
+    two: dict[str, Any] = {"ranks": 2, "env": {"FXPAR_MESH": "dp=1,tp=2"}}
+    words = "tp=2", "FXPAR_MESH is dp=1,tp=2", "unset FXPAR_MESH"
+    refused(another_mesh_than_the_environment, MeshError, *words, **two)
+    everywhere(the_mesh_of_the_environment, **two)
+    words = "sharded over mesh dp=1,tp=2", "for mesh dp=2", "by FXPAR_MESH"
+    refused(another_mesh_to_compile, MeshError, *words, ranks=2)
+    words = "dp=8 has 8 ranks", "2 processes run"
+    refused(too_large_a_mesh, MeshError, *words, ranks=2)
 
 
 def hinted(hints: Any) -> Any:
@@ -915,22 +916,22 @@ def unsynced() -> None:
 
 
 def wrong_option() -> None:
-    model = sharded()
-    options = {"codegen": "eager", "mesh": "dp=2,tp=2", "param_dtype": "bfloat"}
+    model = sharded("dp=2")
+    options = {"codegen": "eager", "mesh": "dp=2", "param_dtype": "bfloat"}
     torch.compile(model, backend="fxpar", options=options)(ids())
 
 
 @multiprocess
 def test_no_sync_and_options() -> None:
     refused(unsynced, ShardError, "no_sync needs", "fxpar.shard(model)", ranks=2)
-    refused(wrong_option, OptionError, "param_dtype", "bfloat16")
+    refused(wrong_option, OptionError, "param_dtype", "bfloat16", ranks=2)
 
 
 def planned_after_shard() -> None:
     model = made().eval()
-    plans = [fxpar.plan(model, ids(), mesh="dp=2,tp=2", grad=True)]
-    model = fxpar.shard(model, mesh="dp=2,tp=2")
-    plans.append(fxpar.plan(model, ids(), mesh="dp=2,tp=2", grad=True))
+    plans = [fxpar.plan(model, ids(), mesh="tp=2", grad=True)]
+    model = fxpar.shard(model, mesh="tp=2")
+    plans.append(fxpar.plan(model, ids(), mesh="tp=2", grad=True))
     assert plans[0].to_dict() == plans[1].to_dict()
     with pytest.raises(PlanError, match="no rank has all of parameter"):
         plans[1].simulate(ids())
@@ -938,4 +939,4 @@ def planned_after_shard() -> None:
 
 @multiprocess
 def test_a_sharded_model_is_planned_as_it_was_written() -> None:
-    everywhere(planned_after_shard)
+    everywhere(planned_after_shard, ranks=2)

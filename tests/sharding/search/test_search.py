@@ -104,7 +104,9 @@ def test_no_expert_is_better(hints: dict[str, Any]) -> None:
 # Numbers
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), *range(2, 6)]
+)
 def test_random_programs(seed: int, slow: Hardware) -> None:
     case = Case(seed)
     case.mode = "search"
