@@ -134,7 +134,7 @@ for step in range(4):
 def test_a_rank_that_hangs_in_a_collective_ends_the_wait(
     script: str, place: str
 ) -> None:
-    env = {"FXPAR_TIMEOUT": "2"}
+    env = {"FXPAR_TIMEOUT": "4"}
     ended = run_script(BEGIN + script, ranks=2, env=env, fork=True, timeout=60.0)
     assert 0 not in [each.code for each in ended], ended
     assert "went on" not in ended[0].output
