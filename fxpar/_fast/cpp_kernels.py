@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 
+from fxpar._fast.python_memory import collect_young
 from fxpar._fast.switch import shortcut
 
 # The size of a library in characters of kernels: small enough that several are compiled
@@ -250,6 +251,8 @@ def _begun(kernels: Sequence[CppKernel]) -> Callable[[], list[Callable[..., Any]
     def functions() -> list[Callable[..., Any]]:
         for job in reversed(jobs):
             job.take_over()
+        if not all(job.future.done() for job in jobs):
+            collect_young()
         each = zip(batches, libraries, strict=True)
         return [
             _function(library(), i)

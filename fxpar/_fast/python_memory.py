@@ -4,12 +4,13 @@ compiled.
 ``old_objects_kept``: planning and compiling make many objects that live for a while, so
 that Python looks through all objects again and again: each time through a million of
 torch, the model and its libraries, almost half of the time of a first step of 32
-layers. ``in_one_block``: CPython (from 3.11 on) keeps the frames of running functions
-in blocks of 16 KB. A call that does not fit in the last one asks the system for
-another, which goes back when the call returns: 7 us instead of 0.03. Whether a loop
-that calls something is just at that edge is chance, and decides over seconds of a first
-step: a search took 2.9 or 4.6 s. In: Python's collector, and functions. Out: contexts,
-and the same functions. Never: changes the collector where the user froze objects.
+layers. ``collect_young`` looks through the new ones where a thread waits anyway.
+``in_one_block``: CPython (from 3.11 on) keeps the frames of running functions in blocks
+of 16 KB. A call that does not fit in the last one asks the system for another, which
+goes back when the call returns: 7 us instead of 0.03. Whether a loop that calls
+something is just at that edge is chance, and decides over seconds of a first step: a
+search took 2.9 or 4.6 s. In: Python's collector, and functions. Out: contexts, and the
+same functions. Never: changes the collector where the user froze objects.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ def old_objects_kept() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+def collect_young() -> None:
+    """Collect what became garbage inside ``old_objects_kept``; else the first run would
+    begin with that."""
+    if is_on() and gc.get_freeze_count() > OF_PYTHON:
+        gc.collect()
 
 
 def in_one_block(fn: Callable[_P, _R]) -> Callable[_P, _R]:

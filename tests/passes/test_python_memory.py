@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar._fast.python_memory import OF_PYTHON, old_objects_kept
+from fxpar._fast.python_memory import OF_PYTHON, collect_young, old_objects_kept
 from fxpar._torch import dtensor, objects
 from tests.helpers.patched import needs_patches
 
@@ -46,6 +46,17 @@ def test_only_new_objects_are_collected() -> None:
         assert new() is None
     gc.collect()
     assert old() is None
+
+
+def test_where_a_thread_waits_new_objects_are_collected() -> None:
+    old = dropped()
+    collect_young()  # where all objects are looked through, it is not for us to say
+    assert old() is not None
+    with old_objects_kept():
+        new = dropped()
+        collect_young()
+        assert old() is not None
+        assert new() is None
 
 
 def test_it_ends_with_an_error() -> None:

@@ -36,6 +36,7 @@ from torch import fx
 
 from fxpar import _torch, cache_files
 from fxpar._fast import cpp_kernels
+from fxpar._fast.python_memory import collect_young
 from fxpar.config import Options
 from fxpar.errors import HintError, PlanError, RuleError, ScheduleError
 from fxpar.graph import custom_ops
@@ -420,6 +421,8 @@ def _take_over(world: World, key: str, what: str, leader: int) -> None:
         presence.waits(f"waits for rank {leader}, which compiles {what}"),
         watched(world, {leader: done_key}, timeout(), give_up),
     ):
+        if not world.store.check([done_key]):
+            collect_young()
         text = world.store.get(done_key).decode()
     if text.startswith(FAILED):
         raise error_of(text)
