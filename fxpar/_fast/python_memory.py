@@ -62,8 +62,8 @@ def old_objects_kept() -> Iterator[None]:
 
 
 def collect_young() -> None:
-    """Collect what became garbage inside ``old_objects_kept``; else the first run would
-    begin with that."""
+    """Collect what became garbage inside ``old_objects_kept``, which Python would do at
+    the begin of the first run."""
     if is_on() and gc.get_freeze_count() > OF_PYTHON:
         gc.collect()
 

@@ -284,7 +284,7 @@ class _Trace:
             return False
         if not is_reading_tensors(tx, entry, layer.source):
             return False
-        # Of the layer ``fits`` compares more than Dynamo, which so need not.
+        # ``fits`` compares all that Dynamo would compare of the layer, and more.
         sources, checks = condition.traced_sources, condition.guards
         condition.traced_sources = OrderedSet(s for s in sources if is_other(s))
         condition.guards = [check for check in checks if is_other(check[0])]
