@@ -8,7 +8,9 @@ use axes that neither end has: over unlike links a value that is whole along the
 axis is sliced there, gathered over the slow one in parts, and gathered again.
 ``one_pair`` never does, but cuts axes in pieces where sizes make that necessary; of the
 two ``route`` takes the cheaper, so no plan costs more than its matrices say. ``matrix``
-asks it too where axes of unlike sizes of two dims change places. Never: moves a value.
+asks it too where axes of unlike sizes of two dims change places, and of specs that are
+no nodes. Pairs with unequal shards of some dims have a graph without the moves that
+would cut those elsewhere (``is_possible``). Never: moves a value.
 
 Source: Floyd and Warshall's all-pairs shortest paths, one row and column at a time.
 """
@@ -43,10 +45,12 @@ from fxpar.sharding.reshard.steps import (
     count,
     curve_of,
     front,
+    is_possible,
     moves,
     seconds,
     written,
 )
+from fxpar.sharding.shard_sizes import is_even
 from fxpar.sharding.spec import Spec
 
 # The most axes of more than one rank: with more there are too many specs to list.
@@ -70,31 +74,30 @@ def matrix(
 ) -> np.ndarray:
     """Return (len(sources), len(targets)) seconds. ``alone``: whether the first copy,
     and the last, is a kernel of its own."""
-    room = tuple(math.gcd(size, mesh.size) for size in shape)
-    nbytes = float(math.prod(shape) * itemsize)
     begin = _ends(tuple(sources), mesh, tuple(shape))
     end = _ends(tuple(targets), mesh, tuple(shape))
     rows, columns = begin.places, end.places
-    every = _closure(mesh, room, nbytes, front(shape))
-    if all(alone):
-        out = every[np.ix_(rows, columns)].copy()
-    else:
-        first = front(shape)
-        out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
-    outside = np.logical_or.outer(begin.odd | (rows < 0), end.odd)
-    outside |= columns < 0
-    twice = _are_of_two_kinds(begin, end) & ~outside
+    twice = _are_of_two_kinds(begin, end)
     at, to = np.nonzero(twice)  # reduced in between
     middle = begin.reduced[at]
-    out[at, to] = every[rows[at], middle] + every[middle, columns[to]]
-    swaps = _swaps(begin, end) & ~outside & ~twice & np.isfinite(out)
+    uneven = np.bitwise_or.outer(begin.uneven, end.uneven)
+    out = np.empty((len(sources), len(targets)))
+    for dims in np.unique(uneven).tolist():
+        graph = _Graph.of(mesh, shape, itemsize, dims)
+        seconds = graph.between(rows, columns, alone)
+        every = graph.closure()
+        seconds[at, to] = every[rows[at], middle] + every[middle, columns[to]]
+        np.copyto(out, seconds, where=uneven == dims)
+    outside = np.logical_or.outer(rows < 0, columns < 0)
+    outside |= not mesh.is_shared_equally
+    swaps = _swaps(begin, end) & ~outside & ~twice & (uneven == 0) & np.isfinite(out)
     for i, j in np.argwhere(outside | swaps).tolist():
         pair = sources[i], targets[j]
         try:
-            seconds = one_pair.search(*pair, mesh, tuple(shape), itemsize)[1]
+            other = one_pair.search(*pair, mesh, tuple(shape), itemsize)[1]
         except SpecError:  # the value cannot be brought there
-            seconds = math.inf
-        out[i, j] = seconds if outside[i, j] else min(out[i, j], seconds)
+            other = math.inf
+        out[i, j] = other if outside[i, j] else min(out[i, j], other)
     for i, j in np.argwhere(out == 0.0).tolist() if all(alone) else ():
         out[i, j] = written(sources[i], targets[j], mesh, shape, itemsize)
     return out
@@ -106,7 +109,7 @@ class _Ends:
 
     places: np.ndarray  # number of each spec among the nodes; -1: it is none
     reduced: np.ndarray  # number among the nodes of each spec without its partial axes
-    odd: np.ndarray  # whether shards of each spec are not equal
+    uneven: np.ndarray  # of each spec a number: bit d, whether shards of dim d differ
     kinds: tuple[frozenset[str], ...]  # kinds of the reductions of each spec
     # (index, (axes, shards of each dim, axes of each dim)) of each spec that splits
     # several dims and has nothing partial.
@@ -118,11 +121,19 @@ def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
     """Return the specs as the graph has them. Cached: values of one shape have the same
     specs again and again."""
     place = _places(mesh, len(shape))
-    uneven = not mesh.is_shared_equally
     return _Ends(
         np.array([place.get(_node(s, mesh), -1) for s in specs], int),
         np.array([place.get(_node(s.without_partial(), mesh), -1) for s in specs], int),
-        np.array([uneven or not s.is_even(mesh, shape) for s in specs], bool),
+        np.array(
+            [
+                sum(
+                    (not is_even(size, mesh, axes)) << d
+                    for d, (size, axes) in enumerate(zip(shape, s.dims, strict=True))
+                )
+                for s in specs
+            ],
+            int,
+        ),
         tuple(s.kinds for s in specs),
         tuple(
             (i, (frozenset(spec.axes), shards, spec.dims))
@@ -131,29 +142,6 @@ def _ends(specs: tuple[Spec, ...], mesh: Mesh, shape: tuple[int, ...]) -> _Ends:
             if not spec.partial and math.prod(shards) != max(shards, default=1)
         ),
     )
-
-
-def _between_light(
-    mesh: Mesh,
-    room: tuple[int, ...],
-    nbytes: float,
-    first: int,
-    alone: Alone,
-    rows: np.ndarray,
-    columns: np.ndarray,
-) -> np.ndarray:
-    """Return ``_closure`` for rows and columns where the copy before the first move, or
-    the one after the last, is part of another kernel."""
-    every = _closure(mesh, room, nbytes, first)
-    before, after = alone
-    from_here = every[rows]
-    if not before:
-        from_here = _sums(_hops(mesh, room, nbytes, first, (False, True))[rows], every)
-    if after:
-        return from_here[:, columns]
-    last = _hops(mesh, room, nbytes, first, (True, False))[:, columns]
-    direct = _hops(mesh, room, nbytes, first, alone)[np.ix_(rows, columns)]
-    return np.minimum(_sums(from_here, last), direct)
 
 
 def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -200,10 +188,9 @@ def path(
     if node is None or end is None or len(ops) > 1:
         return None
     op = next(iter(ops), "sum")
-    room = tuple(math.gcd(size, mesh.size) for size in shape)
-    nbytes = float(math.prod(shape) * itemsize)
-    first = front(shape)
-    cost = _closure(mesh, room, nbytes, first)
+    ends = _ends((source, target), mesh, tuple(shape))
+    graph = _Graph.of(mesh, shape, itemsize, int(np.bitwise_or.reduce(ends.uneven)))
+    cost, first = graph.closure(), graph.first
     inner = [d > first for d in range(len(shape))]
     if not np.isfinite(cost[node, end]):
         return None
@@ -212,9 +199,9 @@ def path(
         best = None
         visited.add(node)  # links that cost nothing lead round in circles
         for _, to, share, move in _leaving(mesh, len(shape))[node]:
-            if to in visited:
+            if to in visited or not is_possible(move, graph.uneven, mesh):
                 continue
-            spent = seconds(move, mesh, nbytes * share, inner)
+            spent = seconds(move, mesh, graph.nbytes * share, inner)
             total = spent + cost[to, end] if np.isfinite(cost[node, to]) else math.inf
             rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
@@ -320,7 +307,7 @@ class _Anywhere:
         return 0
 
     def fits(self, d: int, dims: Dims, more: int) -> bool:
-        """Return True: ``_closure`` leaves out layouts that do not fit a shape."""
+        """Return True: a ``_Graph`` leaves out layouts that do not fit a shape."""
         return True
 
 
@@ -342,51 +329,94 @@ def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
     return out
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """Is the graph of all specs of a value, with the seconds of its moves."""
+
+    mesh: Mesh
+    room: tuple[int, ...]  # the most shards of each dim; any fewer must divide it
+    nbytes: float  # of the whole value
+    first: int  # the ``front`` of the shape
+    uneven: tuple[bool, ...]  # whether shards of each dim are not equal
+
+    @classmethod
+    def of(cls, mesh: Mesh, shape: Sequence[int], itemsize: int, uneven: int) -> _Graph:
+        """Return the graph where bit d of ``uneven`` says whether shards of dim d are
+        not equal."""
+        odd = tuple(bool(uneven >> d & 1) for d in range(len(shape)))
+        room = tuple(
+            mesh.size if is_odd else math.gcd(size, mesh.size)
+            for size, is_odd in zip(shape, odd, strict=True)
+        )
+        return cls(mesh, room, float(math.prod(shape) * itemsize), front(shape), odd)
+
+    def closure(self) -> np.ndarray:
+        """Return (N, N) seconds between all specs; inf where one does not divide the
+        shape."""
+        return _closure(self)
+
+    def between(
+        self, rows: np.ndarray, columns: np.ndarray, alone: Alone
+    ) -> np.ndarray:
+        """Return ``closure`` for rows and columns; the copy before the first move, or
+        the one after the last, may be part of another kernel."""
+        every = self.closure()
+        before, after = alone
+        from_here = every[rows]
+        if not before:
+            from_here = _sums(self.hops((False, True))[rows], every)
+        if after:
+            return from_here[:, columns]
+        last = self.hops((True, False))[:, columns]
+        return np.minimum(
+            _sums(from_here, last), self.hops(alone)[np.ix_(rows, columns)]
+        )
+
+    def hops(self, alone: Alone) -> np.ndarray:
+        """Return (N, N) seconds between all specs by one move at most."""
+        nodes = _nodes(self.mesh, len(self.room))
+        fits = np.array(
+            [
+                all(
+                    n % count(tokens) == 0
+                    for n, tokens in zip(self.room, dims, strict=True)
+                )
+                for dims, _ in nodes
+            ]
+        )
+        out = np.full((len(nodes), len(nodes)), np.inf)
+        np.fill_diagonal(out, np.where(fits, 0.0, np.inf))
+        groups = _grouped(self.mesh, self.first, self.uneven)
+        for (kind, tokens, late), (i, j, share) in groups.items():
+            cost: np.ndarray | float = 0.0
+            if kind:
+                curve = curve_of(kind, tokens, self.mesh, late, alone)
+                cost = curve.seconds(self.nbytes * share)
+            cost = np.where(fits[i] & fits[j], cost, np.inf)
+            np.minimum.at(out, (i, j), cost)
+        return out
+
+
 @lru_cache(maxsize=4096)
-def _closure(
-    mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int
-) -> np.ndarray:
-    """Return (N, N) seconds between all specs; inf where one does not divide the shape
-    (such pairs are priced one by one). ``first``: the ``front`` of the shape."""
-    out = _hops(mesh, room, nbytes, first, ALONE)
+def _closure(graph: _Graph) -> np.ndarray:
+    out = graph.hops(ALONE)
     for k in np.flatnonzero(np.isfinite(out.diagonal())):
         np.minimum(out, out[:, k, None] + out[None, k, :], out=out)
     out.setflags(write=False)
     return out
 
 
-def _hops(
-    mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int, alone: Alone
-) -> np.ndarray:
-    """Return (N, N) seconds between all specs by one move at most."""
-    nodes = _nodes(mesh, len(room))
-    fits = np.array(
-        [
-            all(n % count(tokens) == 0 for n, tokens in zip(room, dims, strict=True))
-            for dims, _ in nodes
-        ]
-    )
-    out = np.full((len(nodes), len(nodes)), np.inf)
-    np.fill_diagonal(out, np.where(fits, 0.0, np.inf))
-    groups = _grouped(mesh, len(room), first)
-    for (kind, tokens, late), (i, j, share) in groups.items():
-        cost: np.ndarray | float = 0.0
-        if kind:
-            cost = curve_of(kind, tokens, mesh, late, alone).seconds(nbytes * share)
-        cost = np.where(fits[i] & fits[j], cost, np.inf)
-        np.minimum.at(out, (i, j), cost)
-    return out
-
-
 @lru_cache(maxsize=64)
 def _grouped(
-    mesh: Mesh, ndim: int, first: int
+    mesh: Mesh, first: int, uneven: tuple[bool, ...]
 ) -> dict[_Priced, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Return moves by the key of their price: (from, to, share) of all of one kind,
     axes and copies. Local moves have no kind."""
     groups: dict[_Priced, list[Hop]] = {}
-    for hop in itertools.chain.from_iterable(_leaving(mesh, ndim)):
+    for hop in itertools.chain.from_iterable(_leaving(mesh, len(uneven))):
         move = hop[-1]
+        if not is_possible(move, uneven, mesh):
+            continue
         key: _Priced = "", (), ()
         if not KINDS[move.kind].local:
             key = move.kind, move.tokens, tuple(d > first for d in move.at)

@@ -23,7 +23,6 @@ from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import bound
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import (
-    KINDS,
     Dims,
     Layout,
     Move,
@@ -38,15 +37,13 @@ from fxpar.sharding.reshard.steps import (
     count,
     cut,
     front,
+    is_possible,
     joined,
     missing,
     moves,
     seconds,
 )
 from fxpar.sharding.spec import Spec
-
-# Bytes for which latency decides, and bytes for which bandwidth does.
-_SIZES = (1.0, 2.0**44)
 
 # With more axes out of place than this, distance to the goal guides the search: tens of
 # milliseconds rather than seconds, for routes a few percent dearer on average.
@@ -82,9 +79,8 @@ def search(
     problem, dims = _pose(source, target, mesh, room, uneven, front(shape))
     others = [axes for d, axes in enumerate(source.dims) if d not in dims]
     share = nbytes / math.prod(map(mesh.count, others))
-    costs = {route: _cost(route, problem, share) for route in _routes(problem, share)}
-    cheapest = min(costs, key=costs.__getitem__)
-    return _steps(cheapest, dims, source, target, mesh), costs[cheapest]
+    route = _solve(problem, share)
+    return _steps(route, dims, source, target, mesh), _cost(route, problem, share)
 
 
 def _padding(source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...]) -> float:
@@ -189,18 +185,6 @@ class _Problem:
     def bandwidth(self) -> float:
         return bound(self.mesh)[1]
 
-    def is_possible(self, move: Move) -> bool:
-        """Return whether a move is possible with unequal shards: it moves whole axes,
-        one after another; a part of an axis, or two axes at once, would cut them
-        elsewhere."""
-        if not any(self.uneven):
-            return True
-        sizes = self.mesh.axes
-        if move.kind == "permute" or any(n != sizes[i][1] for i, _, n in move.tokens):
-            return False
-        alone = KINDS[move.kind].local or len(move.tokens) == 1
-        return alone or not any(self.uneven[d] for d in move.at)
-
     def misplaced(self, dims: Dims, pending: Pending) -> int:
         """Return how many axes are not where they should be."""
         out = len(pending)
@@ -292,7 +276,9 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
         spent = heapq.heappop(queue)[-2]
         if spent > best[state]:
             continue
-        for move in filter(problem.is_possible, moves(problem, *state)):
+        for move in moves(problem, *state):
+            if not is_possible(move, problem.uneven, problem.mesh):
+                continue
             next_state = (move.dims, move.pending)
             took = seconds(move, problem.mesh, local(state[0]), problem.inner)
             total = spent + nudge + took
@@ -308,16 +294,6 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
         state, move = came[state]
         path.append(move)
     return tuple(reversed(path))
-
-
-def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
-    """Return routes for a value of ``nbytes``, the cheapest among them. A route whose
-    time is linear in bytes (only reductions have others) and that is best at both ends
-    is so in between."""
-    ends = tuple(dict.fromkeys(_solve(problem, size) for size in _SIZES))
-    if len(ends) == 1 and not problem.pending:
-        return ends
-    return (*ends, _solve(problem, nbytes))
 
 
 def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:

@@ -540,6 +540,19 @@ def moves(guide: Guide, dims: Dims, pending: Pending) -> Iterator[Move]:
             yield _move("all_gather", suffix, dims, pending, (d,))
 
 
+def is_possible(move: Move, uneven: Sequence[bool], mesh: Mesh) -> bool:
+    """Return whether a move is possible where shards of ``uneven`` dims are not equal:
+    it moves whole axes, one after another; a part of an axis, or two axes at once,
+    would cut them elsewhere."""
+    if not any(uneven):
+        return True
+    sizes = mesh.axes
+    if move.kind == "permute" or any(n != sizes[i][1] for i, _, n in move.tokens):
+        return False
+    one_by_one = KINDS[move.kind].local or len(move.tokens) == 1
+    return one_by_one or not any(uneven[d] for d in move.at)
+
+
 def _move(
     kind: str,
     tokens: Tokens,
