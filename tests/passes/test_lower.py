@@ -14,6 +14,7 @@ from fxpar.graph.collective_nodes import emit
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
+from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
@@ -69,9 +70,15 @@ def case(mesh: str, source: str, target: str) -> tuple[Mesh, Spec, Spec]:
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (6, 2), (2, 7)])
 @pytest.mark.parametrize("axes", ["a=4", "a=2,b=2", "a=3,b=2"])
-def test_every_reshard_of_uneven_dims(axes: str, shape: tuple[int, ...]) -> None:
-    """All pairs of specs, sums on their way too: each rank ends with its own rows."""
+@pytest.mark.parametrize("machine", ["", "h100"])
+def test_every_reshard_of_uneven_dims(
+    axes: str, machine: str, shape: tuple[int, ...]
+) -> None:
+    """All pairs of specs, sums on their way too: each rank ends with its own rows. On
+    unlike links axes that neither spec has share the work."""
     mesh = Mesh.parse(axes)
+    if machine:
+        mesh = lookup(machine).on(mesh)
     specs = every_spec(mesh, len(shape))
     summed = [spec for spec in every_spec(mesh, len(shape), "sum") if spec.partial]
     x = torch.arange(1.0, math.prod(shape) + 1).view(shape)
