@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar._torch.objects import calls_where, schema_of
-from fxpar.features.sequences.local_attention import arguments_of, in_order
+from fxpar._torch.objects import argument, arguments_of, calls_where, schema_of
+from fxpar.features.sequences.local_attention import in_order
 from fxpar.graph.builder import shape_of
 from fxpar.passes.normalize.place_functions import (
     Affine,
@@ -117,10 +117,6 @@ def function_of(node: Any, functions: PlaceFunctions) -> PlaceFunction | None:
     return functions[node]
 
 
-def _argument(node: fx.Node, i: int, name: str, default: Any = None) -> Any:
-    return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
-
-
 def _dtype(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
 
@@ -150,7 +146,7 @@ def _filled(at: int) -> PlaceRule:
 def _sum(sign: int) -> PlaceRule:
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         one, other = ask(node.args[0]), ask(node.args[1])
-        times = _argument(node, 2, "alpha", 1)
+        times = argument(node, "alpha")
         if not isinstance(times, int) or _dtype(node) not in _EXACT:
             return None
         if not (isinstance(one, Affine) and isinstance(other, Affine)):
@@ -330,9 +326,8 @@ def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
 
 
 def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    source, dim = node.args[0], _argument(node, 1, "dim", 0)
-    start, step = _argument(node, 2, "start"), _argument(node, 4, "step", 1)
-    start = 0 if start is None else start
+    source, dim = node.args[0], argument(node, "dim")
+    start, step = argument(node, "start") or 0, argument(node, "step")
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
     if source.target is aten.constant_pad_nd.default and not start:
@@ -346,7 +341,7 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     """Return the function of a join in which each part goes on where the one before
     ends."""
-    parts, dim = node.args[0], _argument(node, 1, "dim", 0) % len(shape_of(node))
+    parts, dim = node.args[0], argument(node, "dim") % len(shape_of(node))
     functions = [f for f in map(ask, parts) if isinstance(f, Affine)]
     if len(functions) < len(parts):
         return None
