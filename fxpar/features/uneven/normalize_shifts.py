@@ -35,7 +35,6 @@ from fxpar import _torch
 from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions, hint_of
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.normalize.place_functions import is_equal_size
 from fxpar.sharding.near_rows import computed
 from fxpar.sharding.op_facts import op_facts_of
 
@@ -133,7 +132,7 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
     if rows is None or rows.source in (None, node):
         return None
     like, value = rows.source.meta["val"], node.meta["val"]
-    if not has_same_shape(rows.source, node) or like.dtype != value.dtype:
+    if not _has_same_shape(rows.source, node) or like.dtype != value.dtype:
         return None
     if is_open_dim(node, dim) and not shape_of(node)[dim] > 2 * rows.reach + 1:
         return None
@@ -331,7 +330,7 @@ def _add(node: fx.Node, dim: int) -> RowPlaces | None:
     """Return the rows of a sum whose operands are zero where the other is not."""
     if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
         return None
-    if not all(has_same_shape(x, node) for x in node.args):
+    if not all(_has_same_shape(x, node) for x in node.args):
         return None
     a, b = (row_places(x, dim) for x in node.args)
     if a is None or b is None or {a.fill, b.fill} != {0.0}:
@@ -405,9 +404,8 @@ def _positions(index: fx.Node, n: int, dim: int) -> torch.Tensor | None:
     return positions if bool(((positions >= 0) & (positions < n)).all()) else None
 
 
-def has_same_shape(one: fx.Node, other: fx.Node) -> bool:
-    a, b = shape_of(one), shape_of(other)
-    return len(a) == len(b) and all(map(is_equal_size, a, b))
+def _has_same_shape(one: fx.Node, other: fx.Node) -> bool:
+    return expressions(shape_of(one)) == expressions(shape_of(other))
 
 
 def _dim_argument(node: fx.Node) -> int | None:
