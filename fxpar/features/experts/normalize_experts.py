@@ -602,5 +602,4 @@ def _is_range(node: fx.Node, rows: int) -> bool:
     """Return whether a value is the numbers from 0 up to ``rows``."""
     if node.target is not prims.iota.default:
         return False
-    start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
-    return (*node.args[:1], *start_and_step) == (rows, 0, 1)
+    return [argument(node, x) for x in ("length", "start", "step")] == [rows, 0, 1]
