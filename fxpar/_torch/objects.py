@@ -7,8 +7,9 @@ In: such an object. Out: its attributes. Never: names of Dynamo or Inductor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ def schema_of(target: Any) -> Any:
     return getattr(target, "_schema", None)
 
 
+@functools.cache
+def defaults_of(target: Any) -> dict[str, Any]:
+    """Return the arguments of an op by name, in order: their defaults."""
+    schema = schema_of(target)
+    declared = schema.arguments if schema is not None else ()
+    return {x.name: x.default_value for x in declared}
+
+
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict:
+    """Return all arguments of a call by the names of its op's schema, with defaults."""
+    defaults = defaults_of(target)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return an argument of a call, its default if it is left out; None if its op has
+    none of this name."""
+    return arguments_of(node.target, node.args, node.kwargs).get(name)
+
+
 def is_mutable(target: Any) -> bool:
     """Return whether an op writes to an operand, by its schema."""
     schema = schema_of(target)
@@ -43,12 +64,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if not is_mutable(node.target):
         return []
     out: list[fx.Node] = []
-    for i, argument in enumerate(schema_of(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(
-                argument.name, node.args[i] if i < len(node.args) else None
-            )
-            fx.node.map_arg(value, out.append)
+    for declared in schema_of(node.target).arguments:
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            fx.node.map_arg(argument(node, declared.name), out.append)
     return out
 
 

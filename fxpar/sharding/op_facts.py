@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import argument
 from fxpar.sharding.op_table import look_up
 
 
@@ -143,12 +144,12 @@ def op_facts_of(target: Any) -> OpFacts:
 def is_drawn_from_generator(node: fx.Node) -> bool:
     """Return whether a call takes numbers from a generator, so that earlier draws
     matter. Numbers by index (``fxpar::random``) do not."""
-    return op_facts_of(node.target).draws and not _has_no_dropout(node)
+    return op_facts_of(node.target).draws and argument(node, "dropout_p") != 0.0
 
 
 def has_random_numbers(node: fx.Node) -> bool:
     """Return whether a call makes random numbers, from a generator or by index."""
-    return op_facts_of(node.target).random and not _has_no_dropout(node)
+    return op_facts_of(node.target).random and argument(node, "dropout_p") != 0.0
 
 
 def is_draw(node: fx.Node) -> bool:
@@ -161,16 +162,6 @@ def is_random(node: fx.Node) -> bool:
     dropout."""
     facts = op_facts_of(node.target)
     return facts.draws or (facts.random and not node.all_input_nodes)
-
-
-def _has_no_dropout(node: fx.Node) -> bool:
-    """Return whether a call is attention without dropout, which draws no numbers."""
-    schema = _torch.objects.schema_of(node.target)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            positional = node.args[i] if i < len(node.args) else argument.default_value
-            return node.kwargs.get("dropout_p", positional) == 0.0
-    return False
 
 
 @cache

@@ -187,10 +187,8 @@ class Op:
     @property
     def is_zero(self) -> bool:
         """Return whether the op makes a constant zero, which is its own partial sum."""
-        target, args = self.node.target, self.node.args
-        if target is torch.ops.aten.full.default:
-            return args[1] == 0
-        return target is torch.ops.aten.zeros.default
+        is_full = self.node.target is torch.ops.aten.full.default
+        return is_full and self.node.args[1] == 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ which tensors. Out: for each pair of members of a group the ``Run``s of rows tha
 from one to the other, as numbers; the most that a rank sends, and its price. Of several
 exchanges of rows of one tensor: the exchange of the window of rows that all of them
 reach, and whether it takes less time; the step ``share_exchanges`` chooses those
-that share in a local graph, and a search prices the same choice (``search.formulate``).
-Never: looks at graphs.
+that share in a local graph, where a search has priced each by itself. Never: looks at
+graphs.
 """
 
 from __future__ import annotations

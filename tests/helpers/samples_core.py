@@ -158,8 +158,7 @@ _PLAIN = " ".join(
 )
 _OWN = keys(
     """
-    acosh clamp clamp.Tensor imag real round.decimals where.Scalar _conj _conj_copy
-    _conj_physical
+    acosh clamp clamp.Tensor imag real round.decimals _conj _conj_copy _conj_physical
     """
 )
 
@@ -175,7 +174,6 @@ _add("_conj_physical _conj _conj_copy", _s(_c(4, 8)))
 _add("clamp", _s(_f(4, 8), -0.5, 0.5), _s(_f(8), None, 0.5))
 _add("clamp.Tensor", _s(_f(4, 8), _f(8) - 1, _f(8) + 1), _s(_f(4, 8), None, _f(8)))
 _add("round.decimals", _s(_f(4, 8), decimals=1))
-_add("where.Scalar", _s(_b(4, 8), 1.0, 2.0))
 _add("gelu", _s(_f(4, 8), approximate="tanh"))
 _add("add.Tensor sub.Tensor rsub.Tensor", _s(_f(4, 8), _f(8), alpha=3))
 _add("add.Tensor sub.Tensor mul.Tensor div.Tensor", _s(_f(4, 8), 3.0))
@@ -187,8 +185,6 @@ _add("div.Tensor_mode", _s(_f(4, 8), _u(8), rounding_mode=None))
 _add("div.Scalar_mode", _s(_f(4, 8), 3.0, rounding_mode="trunc"))
 _add("div.Scalar_mode", _s(_f(4, 8), 3.0, rounding_mode=None))
 _add("where.self", _s(_b(4, 8), _f(4, 8), _f(4, 8)), _s(_b(8), _f(4, 1), _f()))
-_add("where.ScalarOther", _s(_b(4, 8), _f(4, 8), 0), _s(_b(8), _f(4, 8), 1.0))
-_add("where.ScalarSelf", _s(_b(4, 8), 0, _f(4, 8)), _s(_b(8), 1.0, _f(4, 8)))
 _add("copy", _s(_f(4, 8), _f(8)), _s(_i(4, 8), _f(4, 8)))
 _add("clone", _s(_f(4, 8), memory_format=torch.contiguous_format))
 
@@ -415,7 +411,6 @@ _DIMS = [_s(_T, [1]), _s(_T, [0, -1], True), _s(_f(4, 1, 8), [1, 2])]
 _DIM = [_s(_T, 1), _s(_T, -1, True), _s(_f(4, 1), 1)]
 
 _add("sum mean max min prod median nanmedian", *_ALL)
-_add("var var_mean", _s(_T), _s(_T, False))
 _add("sum.dim_IntList mean.dim amax amin logsumexp", *_DIMS)
 _add("amax amin", _s(_T))
 _add("sum", _s(_b(4, 8)), _s(_i(4, 8)))
@@ -435,7 +430,6 @@ _add("topk", _s(_T, 2), _s(_T, 2, 1), _s(_f(4, 1), 1))
 for _how in ({}, {"correction": 0}, {"keepdim": True}):
     _add("var.correction", _s(_T, [1], **_how), _s(_T, **_how))
     _add("var_mean.correction", _s(_T, [0, 2], **_how))
-_add("var.dim var_mean.dim", _s(_T, [1]), _s(_T, [1], False, True))
 _add("linalg__powsum", _s(_T, 2, [1]), _s(_T, 3, [0, 2], True))
 _add("cumsum cumprod logcumsumexp cummax cummin", _s(_T, 1), _s(_f(4, 1), 1))
 _add("_softmax _log_softmax", _s(_T, 1, False), _s(_T, -1, False))

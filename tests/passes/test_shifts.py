@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
+from fxpar import _torch
 from fxpar.features.uneven.normalize_shifts import find_shifts
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
@@ -347,7 +348,9 @@ def test_a_batch_of_one(x) -> None:
 def opened(fn: Any, n: int) -> tuple[fx.GraphModule, Any]:
     """A function traced with the rows of its input open, and shifts found; a check of
     the guards for an input."""
-    gm = make_fx(fn, tracing_mode="symbolic")(torch.zeros(n, 3))
+    table = _torch.inductor.decompositions()
+    traced = make_fx(fn, decomposition_table=table, tracing_mode="symbolic")
+    gm = traced(torch.zeros(n, 3))
     gm.graph.eliminate_dead_code()
     (value,) = (node.meta["val"] for node in gm.graph.find_nodes(op="placeholder"))
     mode = value.fake_mode

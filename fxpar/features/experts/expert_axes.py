@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar.graph.builder import shape_of
 from fxpar.graph.graph_bodies import body_of
 from fxpar.graph.size_nodes import is_open
@@ -61,7 +62,7 @@ _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 def products_by(sort: fx.Node) -> dict[fx.Node, int]:
     """Return grouped products of rows that a sort put in order -> how many experts."""
-    if len(sort.args) > 2 or sort.kwargs.get("descending", False):
+    if argument(sort, "descending"):
         return {}
     out = {}
     for node in sort.graph.nodes:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar.features.experts.expert_axes import SORTS
 from fxpar.features.experts.expert_ops import room_of
 from fxpar.graph.builder import Builder, is_zeros, shape_of
@@ -460,8 +461,8 @@ class Mixture:
         """Note the results of a sort of the order: they give the place in order of each
         row."""
         lookup = self._number(node.args[0])
-        rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
-        if lookup is not None and lookup[1] == 1 and rising:
+        is_rising = not argument(node, "descending")
+        if lookup is not None and lookup[1] == 1 and is_rising:
             self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
         return None
 
@@ -599,12 +600,6 @@ def _arguments(node: fx.Node, count: int) -> Any:
 
 def _is_range(node: fx.Node, rows: int) -> bool:
     """Return whether a value is the numbers from 0 up to ``rows``."""
-    if node.target is prims.iota.default:
-        start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
-        return (*node.args[:1], *start_and_step) == (rows, 0, 1)
-    if node.target is aten.arange.default:
-        return node.args == (rows,)
-    return node.target is aten.arange.start_step and node.args in (
-        (0, rows),
-        (0, rows, 1),
-    )
+    if node.target is not prims.iota.default:
+        return False
+    return [argument(node, x) for x in ("length", "start", "step")] == [rows, 0, 1]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar.features.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.sharding.op_facts import op_facts_of
@@ -106,7 +107,7 @@ def _blocks(rows: fx.Node) -> _Parts | None:
         return None
     split = users[0]
     pieces = split.meta["val"]
-    count, dim = len(pieces), split.args[2] if len(split.args) > 2 else 0
+    count, dim = len(pieces), argument(split, "dim")
     is_even = count > 1 and {x.shape[1] for x in pieces} == {n // count}
     if dim not in (1, -1) or not is_even:
         return None
@@ -142,7 +143,7 @@ def _turns(rows: fx.Node) -> _Parts | None:
 def _parts_of(node: fx.Node) -> _Parts | None:
     """Return the parts that a value [rows, columns] is joined from; None for others."""
     if node.target is aten.cat.default and len(shape_of(node)) == 2:
-        pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        pieces, dim = node.args[0], argument(node, "dim")
         widths = {shape_of(x)[1] for x in pieces}
         if dim in (1, -1) and len(widths) == 1 and len(pieces) > 1:
             return _Parts((len(pieces), widths.pop()), 1, pieces)

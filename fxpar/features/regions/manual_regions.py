@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import argument
 from fxpar.errors import MeshError, PlanError, RegionError
 from fxpar.graph import graph_bodies
 from fxpar.graph.builder import Builder
@@ -255,7 +256,7 @@ def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
         return None
     if node.target is operator.getitem and op_facts_of(node.args[0].target).splits:
         split, i = node.args
-        x, dim = split.args[0], (*split.args[2:], split.kwargs.get("dim", 0))[0]
+        x, dim = split.args[0], argument(split, "dim")
         before = [int(split.meta["val"][j].shape[dim]) for j in range(i)]
         start = sum(before)
     elif node.target is aten.slice.Tensor and node.args[4:] in ((), (1,)):

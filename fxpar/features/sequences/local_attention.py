@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import arguments_of
 from fxpar.features.sequences import causal_attention, merge_attention
 from fxpar.graph.builder import Size, value_of
 from fxpar.passes.lower import restrided
@@ -35,13 +36,6 @@ ours = torch.ops.fxpar
 
 # [batch, heads, sequence, features]
 _SEQUENCE = 2
-
-
-def arguments_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict:
-    """Return all arguments of a call by the names of its op's schema, with defaults."""
-    declared = _torch.objects.schema_of(target).arguments
-    defaults = {argument.name: argument.default_value for argument in declared}
-    return defaults | dict(zip(defaults, args, strict=False)) | kwargs
 
 
 def in_order(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:

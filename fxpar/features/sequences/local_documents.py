@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.features.sequences.local_attention import arguments_of, call_by_name
+from fxpar._torch.objects import arguments_of
+from fxpar.features.sequences.local_attention import call_by_name
 from fxpar.features.sequences.merge_attention import items, of_ranks
 from fxpar.graph.builder import Builder, Size
 from fxpar.sharding.factors import Axes

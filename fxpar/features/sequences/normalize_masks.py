@@ -3,7 +3,7 @@ attention.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A mask made of positions that count up, compared and
-combined, is read as a function of places (``place_functions``), by the rule of each op:
+combined, is read as a function of places (``PlaceFunction``), by the rule of each op:
 integers as affine functions of an element's place, booleans as the inequalities that
 hold. Where ``query >= key`` is all that is left of a mask (a window as long as the
 sequence and a single document hide nothing more), the kernel gets ``is_causal``; where
@@ -15,36 +15,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import fx
 
-from fxpar._torch.objects import calls_where, schema_of
-from fxpar.features.sequences.local_attention import arguments_of, in_order
+from fxpar._torch.objects import argument, arguments_of, calls_where, schema_of
+from fxpar._torch.symbols import expression, expressions
+from fxpar.features.sequences.local_attention import in_order
 from fxpar.graph.builder import shape_of
-from fxpar.passes.normalize.place_functions import (
-    Affine,
-    Number,
-    PlaceFunction,
-    TwoValued,
-    combined,
-    is_constant,
-    is_equal_size,
-    map_bounds,
-    normal,
-    on_sizes,
-    range_of,
-    shifted,
-    with_opposite_bound,
-)
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.op_facts import BIASES
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+Number: TypeAlias = int | float | bool
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Is ``constant + sum(step * place)`` over the dims of a tensor."""
+
+    # One for each dim; 0 for a dim of one element.
+    steps: tuple[int, ...]
+    # The value at place 0 of all dims.
+    constant: Number
+
+
+@dataclass(frozen=True)
+class TwoValued:
+    """Is one value where all of some affine functions are at least 0, else another."""
+
+    # The affine functions.
+    bounds: frozenset[Affine]
+    # The value where all bounds are at least 0.
+    yes: Number
+    # The value elsewhere.
+    no: Number
+
+
+PlaceFunction: TypeAlias = Affine | TwoValued
 PlaceFunctions: TypeAlias = dict[fx.Node, PlaceFunction | None]
 # Operand -> its function.
 Ask: TypeAlias = Callable[[Any], PlaceFunction | None]
@@ -91,12 +103,101 @@ def _is_causal(
     if not isinstance(function, TwoValued) or function.yes != sees:
         return None
     least = 0 if sees else torch.finfo(dtype).min
-    rows, keys = (shape_of(arguments[name])[-2] for name in ("query", "key"))
-    if function.no > least or not is_equal_size(rows, keys):
+    sides = (shape_of(arguments[name]) for name in ("query", "key"))
+    rows, keys = (expression(shape[-2]) for shape in sides)
+    if function.no > least or rows != keys:
         return None
     rank = len(shape_of(mask))
     visible = Affine((*(0,) * (rank - 2), 1, -1), 0) if rank > 1 else None
     return True if function.bounds == {visible} else None
+
+
+# Functions of places
+
+
+def normal(
+    function: PlaceFunction | None, sizes: Sequence[Any]
+) -> PlaceFunction | None:
+    """Return the same function without steps along dims of one element and without
+    bounds that all elements keep."""
+    if isinstance(function, Affine):
+        return on_sizes(function, sizes)
+    if function is None:
+        return None
+    bounds = set[Affine]()
+    for bound in function.bounds:
+        bound = on_sizes(bound, sizes)
+        least, most = range_of(bound, sizes)
+        if most is not None and most < 0:
+            return Affine((0,) * len(sizes), function.no)
+        if least is None or least < 0:
+            bounds.add(bound)
+    if not bounds or function.yes == function.no:
+        return Affine((0,) * len(sizes), function.yes)
+    return replace(function, bounds=frozenset(bounds))
+
+
+def on_sizes(function: Affine, sizes: Sequence[Any]) -> Affine:
+    """Return a function of the last dims as a function of all dims."""
+    steps = (0,) * (len(sizes) - len(function.steps)) + function.steps
+    is_one = (isinstance(n, int) and n == 1 for n in sizes)
+    return replace(
+        function, steps=tuple(0 if o else s for s, o in zip(steps, is_one, strict=True))
+    )
+
+
+def range_of(
+    function: Affine, sizes: Sequence[Any]
+) -> tuple[Number | None, Number | None]:
+    """Return the least and the largest value; None for both if a size that matters is
+    open."""
+    least = most = function.constant
+    for step, n in zip(function.steps, sizes, strict=True):
+        if step and not isinstance(n, int):
+            return None, None
+        far = step * max(n - 1, 0) if step else 0
+        least, most = least + min(far, 0), most + max(far, 0)
+    return least, most
+
+
+def with_opposite_bound(choice: TwoValued) -> TwoValued:
+    """Return the same choice by the inequality that holds where its bound does not."""
+    (bound,) = choice.bounds  # integers: not at least 0 means at most -1
+    opposite = combined(Affine((), -1), bound, -1)
+    return TwoValued(frozenset([opposite]), choice.no, choice.yes)
+
+
+def combined(one: Affine, other: Affine, times: Number = 1) -> Affine:
+    """Return ``one + times * other``."""
+    rank = max(len(one.steps), len(other.steps))
+    a, b = ((0,) * (rank - len(f.steps)) + f.steps for f in (one, other))
+    steps = tuple(x + int(times) * y for x, y in zip(a, b, strict=True))
+    return Affine(steps, one.constant + times * other.constant)
+
+
+def is_constant(function: PlaceFunction | None) -> TypeGuard[Affine]:
+    """Return whether a function is affine without steps, so the same everywhere."""
+    return isinstance(function, Affine) and not any(function.steps)
+
+
+def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
+    """Return the function of a slice of ``dim`` from element ``by``, with ``step``."""
+    steps = list(function.steps)
+    constant = function.constant + steps[dim] * by
+    steps[dim] *= step
+    return Affine(tuple(steps), constant)
+
+
+def map_bounds(
+    x: PlaceFunction | None, mapping: Callable[[Affine], Affine | None]
+) -> PlaceFunction | None:
+    """Return ``mapping`` of a function, or a choice with all its bounds mapped; None if
+    one of these is None."""
+    if not isinstance(x, TwoValued):
+        return None if x is None else mapping(x)
+    bounds = [mapping(bound) for bound in x.bounds]
+    bounds_mapped = frozenset(bound for bound in bounds if bound is not None)
+    return None if None in bounds else replace(x, bounds=bounds_mapped)
 
 
 # Functions of nodes
@@ -115,10 +216,6 @@ def function_of(node: Any, functions: PlaceFunctions) -> PlaceFunction | None:
             function = rule(node, lambda x: function_of(x, functions))
             functions[node] = normal(function, shape_of(node))
     return functions[node]
-
-
-def _argument(node: fx.Node, i: int, name: str, default: Any = None) -> Any:
-    return node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -150,7 +247,7 @@ def _filled(at: int) -> PlaceRule:
 def _sum(sign: int) -> PlaceRule:
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         one, other = ask(node.args[0]), ask(node.args[1])
-        times = _argument(node, 2, "alpha", 1)
+        times = argument(node, "alpha")
         if not isinstance(times, int) or _dtype(node) not in _EXACT:
             return None
         if not (isinstance(one, Affine) and isinstance(other, Affine)):
@@ -313,32 +410,27 @@ def _unsqueeze(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int]:
 def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
     """Return the steps after a view that adds or removes dims of one element; any view
     of a constant has no steps."""
-    before, after = shape_of(node.args[0]), shape_of(node)
+    before, after = (expressions(shape_of(x)) for x in (node.args[0], node))
     if not any(steps):
         return [0] * len(after)
-    before_dims = [i for i, n in enumerate(before) if not is_equal_size(n, 1)]
-    after_dims = [i for i, n in enumerate(after) if not is_equal_size(n, 1)]
-    if len(before_dims) != len(after_dims):
-        return None
-    if not all(
-        is_equal_size(before[i], after[j])
-        for i, j in zip(before_dims, after_dims, strict=True)
-    ):
+    before_dims, after_dims = (
+        {i: n for i, n in enumerate(shape) if n != 1} for shape in (before, after)
+    )
+    if [*before_dims.values()] != [*after_dims.values()]:
         return None
     source_of = dict(zip(after_dims, before_dims, strict=True))
     return [steps[source_of[j]] if j in source_of else 0 for j in range(len(after))]
 
 
 def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
-    source, dim = node.args[0], _argument(node, 1, "dim", 0)
-    start, step = _argument(node, 2, "start"), _argument(node, 4, "step", 1)
-    start = 0 if start is None else start
+    source, dim = node.args[0], argument(node, "dim")
+    start, step = argument(node, "start") or 0, argument(node, "step")
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
     if source.target is aten.constant_pad_nd.default and not start:
         unpadded, amounts = source.args[:2]
-        sizes = zip(shape_of(node), shape_of(unpadded), strict=True)
-        if not any(amounts[::2]) and all(is_equal_size(n, m) for n, m in sizes):
+        sizes = [expressions(shape_of(x)) for x in (node, unpadded)]
+        if not any(amounts[::2]) and sizes[0] == sizes[1]:
             return ask(unpadded)
     return map_bounds(ask(source), lambda f: shifted(f, dim, start, step))
 
@@ -346,16 +438,12 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     """Return the function of a join in which each part goes on where the one before
     ends."""
-    parts, dim = node.args[0], _argument(node, 1, "dim", 0) % len(shape_of(node))
+    parts, dim = node.args[0], argument(node, "dim") % len(shape_of(node))
     functions = [f for f in map(ask, parts) if isinstance(f, Affine)]
     if len(functions) < len(parts):
         return None
-    sizes = [shape_of(x)[dim] for x in parts]
-    along = {
-        f.steps[dim]
-        for f, n in zip(functions, sizes, strict=True)
-        if not is_equal_size(n, 1)
-    }
+    sizes = [expression(shape_of(x)[dim]) for x in parts]
+    along = {f.steps[dim] for f, n in zip(functions, sizes, strict=True) if n != 1}
     step = along.pop() if along else 0
     across = {f.steps[:dim] + f.steps[dim + 1 :] for f in functions}
     if along or len(across) > 1:

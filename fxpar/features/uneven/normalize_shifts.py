@@ -32,13 +32,15 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions, hint_of
 from fxpar.graph.builder import Builder, shape_of
-from fxpar.passes.normalize.place_functions import is_equal_size
 from fxpar.sharding.near_rows import computed
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
+
+_SLICE = ("dim", "start", "end", "step")  # what a slice, or a scatter to one, names
 
 
 def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
@@ -47,10 +49,8 @@ def of_one_part(node: fx.Node, dim: int, rewriter: Builder) -> fx.Node | None:
     join: Any = node.args[0]
     if join.target is not aten.cat.default or join.kwargs or node.kwargs:
         return None
-    bounds: tuple[Any, ...] = node.args[2:]
-    defaults: tuple[Any, ...] = None, None, 1
-    start, end, step = bounds + defaults[len(bounds) :]
-    parts, along = (*join.args, 0)[:2]
+    _, start, end, step = (argument(node, name) for name in _SLICE)
+    parts, along = join.args[0], argument(join, "dim")
     if any(not isinstance(n, int) for n in (start or 0, end or 0)) or step != 1:
         return None
     values = [x.meta["val"] for x in (node, *parts)]
@@ -132,7 +132,7 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[RowPlaces, int] | None:
     if rows is None or rows.source in (None, node):
         return None
     like, value = rows.source.meta["val"], node.meta["val"]
-    if not has_same_shape(rows.source, node) or like.dtype != value.dtype:
+    if not _has_same_shape(rows.source, node) or like.dtype != value.dtype:
         return None
     if is_open_dim(node, dim) and not shape_of(node)[dim] > 2 * rows.reach + 1:
         return None
@@ -215,13 +215,9 @@ def row_places(node: Any, dim: int) -> RowPlaces | None:
     return RowPlaces(node, torch.arange(n)) if 0 < n <= MOST_ROWS else None
 
 
-def argument(node: fx.Node, i: int, default: Any) -> Any:
-    return node.args[i] if len(node.args) > i else default
-
-
 def _slice(node: fx.Node, dim: int) -> RowPlaces | None:
-    x, along = node.args[0], argument(node, 1, 0)
-    start, end, step = (argument(node, i, d) for i, d in ((2, None), (3, None), (4, 1)))
+    x = node.args[0]
+    along, start, end, step = (argument(node, name) for name in _SLICE)
     bounds = [b for b in (start, end, step) if b is not None]
     if along % len(shape_of(x)) != dim or not all(isinstance(b, int) for b in bounds):
         return None
@@ -238,7 +234,7 @@ def _counted(*bounds: int | None) -> int:
 
 
 def _constant(node: fx.Node, dim: int) -> RowPlaces | None:
-    value = 0 if node.target is aten.zeros.default else node.args[1]
+    value = node.args[1]
     if not isinstance(value, int | float) or float(value) != value:
         return None
     return RowPlaces(None, torch.full([rows_of(node, dim)], -1), float(value))
@@ -258,7 +254,7 @@ def _joined(parts: Sequence[RowPlaces | None]) -> RowPlaces | None:
 
 
 def _cat(node: fx.Node, dim: int) -> RowPlaces | None:
-    if argument(node, 1, 0) % len(shape_of(node)) != dim:
+    if argument(node, "dim") % len(shape_of(node)) != dim:
         return None
     parts = node.args[0]
     if len({(len(shape_of(x)), x.meta["val"].dtype) for x in parts}) > 1:
@@ -273,7 +269,7 @@ def _cat(node: fx.Node, dim: int) -> RowPlaces | None:
 
 
 def _pad(node: fx.Node, dim: int) -> RowPlaces | None:
-    x, amounts, value = node.args[0], node.args[1], argument(node, 2, 0)
+    x, amounts, value = node.args[0], node.args[1], argument(node, "value")
     padded = padded_dim(node)
     if not all(isinstance(n, int) for n in amounts):
         return None
@@ -303,8 +299,7 @@ def padded_dim(node: fx.Node) -> int | None:
 
 def _slice_scatter(node: fx.Node, dim: int) -> RowPlaces | None:
     base, source = node.args[:2]
-    along: int = argument(node, 2, 0)
-    start, end, step = (argument(node, i, d) for i, d in ((3, None), (4, None), (5, 1)))
+    along, start, end, step = (argument(node, name) for name in _SLICE)
     if along % len(shape_of(node)) != dim or step != 1:
         return None
     if not all(isinstance(n, int | None) for n in (start, end)):
@@ -335,7 +330,7 @@ def _add(node: fx.Node, dim: int) -> RowPlaces | None:
     """Return the rows of a sum whose operands are zero where the other is not."""
     if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
         return None
-    if not all(has_same_shape(x, node) for x in node.args):
+    if not all(_has_same_shape(x, node) for x in node.args):
         return None
     a, b = (row_places(x, dim) for x in node.args)
     if a is None or b is None or {a.fill, b.fill} != {0.0}:
@@ -409,13 +404,12 @@ def _positions(index: fx.Node, n: int, dim: int) -> torch.Tensor | None:
     return positions if bool(((positions >= 0) & (positions < n)).all()) else None
 
 
-def has_same_shape(one: fx.Node, other: fx.Node) -> bool:
-    a, b = shape_of(one), shape_of(other)
-    return len(a) == len(b) and all(map(is_equal_size, a, b))
+def _has_same_shape(one: fx.Node, other: fx.Node) -> bool:
+    return expressions(shape_of(one)) == expressions(shape_of(other))
 
 
 def _dim_argument(node: fx.Node) -> int | None:
-    return argument(node, 1, 0)
+    return argument(node, "dim")
 
 
 def _index_dim(node: fx.Node) -> int | None:
@@ -427,8 +421,7 @@ def _scatter_dim(node: fx.Node) -> int | None:
     """Return the dim of the ``slice_scatter`` among a node's operands, if any."""
     for x in node.args:
         if isinstance(x, fx.Node) and x.target is aten.slice_scatter.default:
-            dim: int = argument(x, 2, 0)
-            return dim
+            return _dim_argument(x)
     return None
 
 
@@ -454,12 +447,9 @@ class Mover:
 MOVERS: dict[Any, Mover] = {
     aten.slice.Tensor: Mover(_slice, _cut_dim, True),
     aten.full.default: Mover(_constant, by_ends=True),
-    aten.zeros.default: Mover(_constant, by_ends=True),
     aten.cat.default: Mover(_cat, _dim_argument, True),
     aten.constant_pad_nd.default: Mover(_pad, padded_dim, True),
-    aten.slice_scatter.default: Mover(
-        _slice_scatter, lambda node: argument(node, 2, 0), True
-    ),
+    aten.slice_scatter.default: Mover(_slice_scatter, _dim_argument, True),
     aten.add.Tensor: Mover(_add, _scatter_dim, True),
     aten.index.Tensor: Mover(_lookup, _index_dim),
     aten._unsafe_index.Tensor: Mover(_lookup, _index_dim),

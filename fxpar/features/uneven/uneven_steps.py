@@ -48,8 +48,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar.features.uneven import normalize_shifts
-from fxpar.features.uneven.normalize_shifts import argument, can_be_read_for, padded_dim
+from fxpar.features.uneven.normalize_shifts import can_be_read_for, padded_dim
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState
@@ -68,7 +69,6 @@ _SCANS = {
     getattr(aten, name).default: name for name in ("cumsum", "cumprod", "logcumsumexp")
 }
 _CHOICES = (aten.cummax.default, aten.cummin.default)
-_FLIPS = (aten.flip.default, torch.ops.prims.rev.default)
 
 
 @of_build
@@ -110,7 +110,7 @@ def _is_index_of_choice(node: fx.Node, dim: int) -> bool:
 
 def _is_flip(node: Any, dim: int) -> bool:
     """Return whether a node flips this one dim."""
-    if not isinstance(node, fx.Node) or node.target not in _FLIPS:
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.prims.rev.default:
         return False
     ndim = len(shape_of(node))
     return [d % ndim for d in node.args[1]] == [dim % max(1, ndim)]
@@ -368,7 +368,7 @@ def _turns(join: fx.Node, view: fx.Node) -> _Turns | None:
     if join.target is not aten.cat.default or join.kwargs:
         return None
     parts, shape = join.args[0], shape_of(join.args[0][0])
-    dim = argument(join, 1, 0) % max(len(shape), 1) - 1
+    dim = argument(join, "dim") % max(len(shape), 1) - 1
     sizes = (*shape, *shape_of(view))
     if dim < 0 or len(parts) < 2 or 0 in sizes:
         return None
@@ -427,9 +427,9 @@ def _cut_off(node: fx.Node, turns: _Turns) -> int:
     if node.target is not aten.slice.Tensor or node.kwargs or turns.rows == 1:
         return 0
     rows = turns.merged[turns.dim]
-    start, step = argument(node, 2, None) or 0, argument(node, 4, 1)
+    start, step = argument(node, "start") or 0, argument(node, "step")
     left = shape_of(node)[turns.dim]
-    is_end = argument(node, 1, 0) % len(shape_of(node)) == turns.dim
+    is_end = argument(node, "dim") % len(shape_of(node)) == turns.dim
     fits = is_end and (start, step) == (0, 1) and rows - left < turns.parts
     return rows - left if fits else 0
 
@@ -501,6 +501,6 @@ def _before_zeros(node: fx.Node, turns: _Turns) -> fx.Node | None:
     if node.target is not aten.slice_scatter.default or node.kwargs:
         return None
     zeros, source = node.args[:2]
-    start, step = argument(node, 3, None) or 0, argument(node, 5, 1)
-    is_dim = argument(node, 2, 0) % len(shape_of(node)) == turns.dim
+    start, step = argument(node, "start") or 0, argument(node, "step")
+    is_dim = argument(node, "dim") % len(shape_of(node)) == turns.dim
     return source if is_zeros(zeros) and is_dim and (start, step) == (0, 1) else None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, shape_of
 from fxpar.sharding.op_facts import op_facts_of
@@ -106,22 +107,16 @@ class _Contraction:
         build.replace(node, result)
 
     def _absorb_order(self, i: int) -> bool:
-        """Look through one permute, transpose or empty expand of operand ``i``."""
+        """Look through one permute or empty expand of operand ``i``."""
         operand = self.operands[i]
         if operand.op != "call_function":
             return False
-        if operand.target in (aten.permute.default, aten.t.default):
-            order = operand.args[1] if len(operand.args) > 1 else [1, 0]
+        if operand.target is aten.permute.default:
+            order = operand.args[1]
             inverse = [0] * len(order)
             for position, source_dim in enumerate(order):
                 inverse[source_dim % len(order)] = position
             self.words[i] = [self.words[i][d] for d in inverse]
-            self.operands[i] = operand.args[0]
-            return True
-        if operand.target is aten.transpose.int:
-            a, b = operand.args[1:]
-            words = self.words[i]
-            words[a], words[b] = words[b], words[a]
             self.operands[i] = operand.args[0]
             return True
         if operand.target is aten.expand.default and shape_of(operand) == shape_of(
@@ -213,7 +208,7 @@ def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
     if "fxpar_stack" in cat.meta:
         return cat.meta["fxpar_stack"]
     pieces = cat.args[0]
-    dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape_of(cat))
+    dim = argument(cat, "dim") % len(shape_of(cat))
     if len(pieces) < 2 or len({expressions(shape_of(p)) for p in pieces}) != 1:
         return None
     if shape_of(pieces[0])[dim] == 1:
@@ -240,10 +235,10 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
         starts = list(itertools.accumulate([0, *groups]))
         dims = sorted(d % len(groups) for d in node.args[1])
         merged_dims = [i for d in dims for i in range(starts[d], starts[d + 1])]
-        keep = len(node.args) > 2 and node.args[2]
+        keep = argument(node, "keepdim")
         with rewriter.before(node):
             total = rewriter.call(
-                aten.sum.dim_IntList, source, merged_dims, bool(keep), **node.kwargs
+                aten.sum.dim_IntList, source, merged_dims, keep, **node.kwargs
             )
             if shape_of(total) != shape_of(node):
                 total = rewriter.call(aten.view.default, total, list(shape_of(node)))

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, is_zeros, shape_of
 from fxpar.passes.normalize.random import BY_INDEX
@@ -53,7 +54,7 @@ def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
             continue
         x = node.args[0]
         shape = shape_of(x)
-        dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape)
+        dim = argument(node, "dim") % len(shape)
         parts = [s[dim] for s in (v.shape for v in node.meta["val"])]
         if dim != len(shape) - 1 or len(set(expressions(parts))) != 1 or len(parts) < 2:
             continue
@@ -176,11 +177,10 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
     x, call = node.args[0], rewriter.call
     shape, dtype = shape_of(x), x.meta["val"].dtype
     x = rewriter.cast(x, torch.promote_types(dtype, torch.float32))
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = [d % len(shape) for d in (dims if dims else range(len(shape)))]
-    correction = node.kwargs.get("correction")
+    dims = argument(node, "dim") or range(len(shape))
+    dims = [d % len(shape) for d in dims]
+    correction, keep = argument(node, "correction"), argument(node, "keepdim")
     correction = 1 if correction is None else correction
-    keep = bool(node.kwargs.get("keepdim", False))
     count = math.prod(shape[d] for d in dims)
     total = call(aten.sum.dim_IntList, x, dims, True)
     mean = call(aten.div.Tensor, total, count)
@@ -266,7 +266,7 @@ def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
         join = node.args[0]
         if join.target is not aten.cat.default or len(join.users) > 1:
             continue
-        parts, dim = join.args[0], join.args[1] if len(join.args) > 1 else 0
+        parts, dim = join.args[0], argument(join, "dim")
         shape = shape_of(parts[0])
         dim %= max(len(shape), 1)
         stacked = (*shape[:dim], len(parts), *shape[dim:])

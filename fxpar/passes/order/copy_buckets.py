@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from fxpar._torch.objects import argument
 from fxpar.graph.custom_ops import register_lowerings
 from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.outline_layers import INVOKE
@@ -48,16 +49,15 @@ def copy_into_buckets(graph: fx.Graph) -> None:
     loop for each part. Of a bucket that is sent, views of what a kernel of its own
     computes are copied, too, whoever does it."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts = node.args[0] if node.args else node.kwargs["tensors"]
+        parts = argument(node, "tensors")
         is_sent = any(op_facts_of(user.target).communicates for user in node.users)
         in_memory = [x for x in parts if _is_in_memory(x, is_sent=is_sent)]
         if len(in_memory) < (2 if is_sent else LEAST):
             continue
         if 2 * sum(map(bytes_of, in_memory)) > sum(map(bytes_of, parts)):
             register_lowerings()
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            node.args, node.kwargs = (parts, argument(node, "dim")), {}
             node.target = torch.ops.fxpar.join.default
-            node.args, node.kwargs = (parts, dim), {}
 
 
 def scale_buckets(graph: fx.Graph) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
 
-from fxpar import _torch
+from fxpar._torch.objects import argument, defaults_of
 from fxpar._torch.symbols import hint_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
@@ -38,20 +38,20 @@ def visible_pairs(queries: int, keys: int, ahead: int) -> float:
 def seen_share(node: fx.Node) -> float:
     """Return the pairs of a call, on the rank that has most, over its queries times its
     keys."""
-    names = _names(node.target)
+    names = defaults_of(node.target)
     if "is_causal" not in names and "ahead" not in names and "near_ahead" not in names:
         return 1.0
-    blocks = tuple(_blocks(node, names))
+    blocks = tuple(_blocks(node))
     if not blocks:
         return 1.0
-    queries, keys = _rows(node, names)
+    queries, keys = _rows(node)
     return _most(blocks) / (queries * keys) if queries * keys else 1.0
 
 
 def hidden_share(node: fx.Node) -> float:
     """Return the pairs that the causal mask of a call hides, which its kernel may skip
     or not, over its queries times its keys. fxpar's own calls get few such pairs: 0."""
-    return 1.0 - seen_share(node) if "is_causal" in _names(node.target) else 0.0
+    return 1.0 - seen_share(node) if "is_causal" in defaults_of(node.target) else 0.0
 
 
 def sequence_dim(target: Any) -> int:
@@ -66,8 +66,8 @@ def is_packed(node: fx.Node) -> bool:
     data."""
     if sequence_dim(node.target) == -2:
         return False
-    names = _names(node.target)
-    starts = (_argument(node, names, x) for x in names if x[:3] in ("cu_", "cum"))
+    names = defaults_of(node.target)
+    starts = (argument(node, x) for x in names if x[:3] in ("cu_", "cum"))
     return any(
         isinstance(x, fx.Node) and hint_of(x.meta["val"].numel()) for x in starts
     )
@@ -76,13 +76,9 @@ def is_packed(node: fx.Node) -> bool:
 def has_causal_mask(node: fx.Node) -> bool:
     """Return whether a call on [batch, heads, sequence, features] has a causal mask,
     and no other: where its queries or keys are split, it counts places."""
-    names = _names(node.target)
-    if "is_causal" not in names or sequence_dim(node.target) == -3:
+    if not argument(node, "is_causal") or sequence_dim(node.target) == -3:
         return False
-    masks = (_argument(node, names, name) for name in BIASES if name in names)
-    return bool(_argument(node, names, "is_causal")) and not any(
-        isinstance(mask, fx.Node) for mask in masks
-    )
+    return not any(isinstance(argument(node, name), fx.Node) for name in BIASES)
 
 
 def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
@@ -90,36 +86,21 @@ def unevenness(node: fx.Node, query_parts: float, key_parts: float) -> float:
     and the first keys has, for a causal call whose queries and keys are split in
     ``query_parts`` and ``key_parts``, in order. 1 for packed documents, of which any
     rank may have the longest."""
-    names = _names(node.target)
-    if "is_causal" not in names or not _argument(node, names, "is_causal"):
+    if not argument(node, "is_causal") or sequence_dim(node.target) == -3:
         return 1.0
-    if sequence_dim(node.target) == -3:
-        return 1.0
-    queries, keys = _rows(node, names)
+    queries, keys = _rows(node)
     rows, columns = round(queries / query_parts), round(keys / key_parts)
     most = visible_pairs(rows, columns, queries - rows)
     mean = visible_pairs(queries, keys, 0) / (query_parts * key_parts)
     return most / mean if mean else 1.0
 
 
-@cache
-def _names(target: Any) -> tuple[str, ...]:
-    """Return the names of the arguments, in order."""
-    schema = _torch.objects.schema_of(target)
-    return tuple(x.name for x in schema.arguments) if schema is not None else ()
-
-
-def _argument(node: fx.Node, names: tuple[str, ...], name: str) -> Any:
-    """Return the value of a call's argument; None if the call gives none."""
-    place = names.index(name)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
-
-
-def _rows(node: fx.Node, names: tuple[str, ...]) -> tuple[int, int]:
+def _rows(node: fx.Node) -> tuple[int, int]:
     """Return how many queries and keys a call has; for packed sequences, of the
     longest."""
+    names = defaults_of(node.target)
     if "max_q" in names:
-        longest = (_argument(node, names, name) for name in ("max_q", "max_k"))
+        longest = (argument(node, name) for name in ("max_q", "max_k"))
         queries, keys = (int(_on_rank(_expression(x), 0)) for x in longest)
         return queries, keys
     query = next(i for i, name in enumerate(names) if name in ("query", "q", "near"))
@@ -128,20 +109,20 @@ def _rows(node: fx.Node, names: tuple[str, ...]) -> tuple[int, int]:
     return queries, keys
 
 
-def _blocks(node: fx.Node, names: tuple[str, ...]) -> Iterator[_Block]:
+def _blocks(node: fx.Node) -> Iterator[_Block]:
     """Yield the blocks that a mask by places leaves of a call; nothing if it has
     none."""
-    queries, keys = _rows(node, names)
+    queries, keys = _rows(node)
+    names = defaults_of(node.target)
     if "is_causal" in names:
-        if _argument(node, names, "is_causal"):
+        if argument(node, "is_causal"):
             yield queries, keys, 0
         return
     if "ahead" in names:
-        yield queries, keys, _expression(_argument(node, names, "ahead"))
+        yield queries, keys, _expression(argument(node, "ahead"))
         return
     near, far, gap = (
-        _expression(_argument(node, names, name))
-        for name in ("near_ahead", "far_ahead", "gap")
+        _expression(argument(node, name)) for name in ("near_ahead", "far_ahead", "gap")
     )
     for ahead in (near, far):
         yield queries, keys // 2, ahead

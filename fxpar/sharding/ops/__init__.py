@@ -2,10 +2,10 @@
 ``rule``.
 
 One module per family of ops has a dict ``ROWS``: an op's rule, its local form, and its
-other facts (``op_facts``). An op that Inductor always decomposes has none: no graph
-that is planned has it. Ops that are registered only once some part of torch is imported
-are keyed by name, ``"prims::inductor_random"``. Features add local forms, of attention
-and experts.
+other facts (``op_facts``). An op that Inductor always decomposes is in no graph that is
+planned: it has a row only if passes add it, or graphs that users trace for a schedule
+have it. Ops that are registered only once some part of torch is imported are keyed by
+name, ``"prims::inductor_random"``. Features add local forms, of attention and experts.
 In: rows of the families, of passes and of users. Out: the row, or the sized Rule, of a
 call.
 Never: fails on a missing row: ``rule_of`` returns None and the planner makes the op's

@@ -265,7 +265,7 @@ _KERNELS = {
 
 def _named(op: Any, rule: Callable[[Call], Rule | None]) -> Callable[..., Rule | None]:
     """Return the rule function of an op, by a function of its arguments by name."""
-    names = [argument.name for argument in _torch.objects.schema_of(op).arguments]
+    names = _torch.objects.defaults_of(op)
     return lambda *args, **rest: rule(dict(zip(names, args, strict=False)) | rest)
 
 

@@ -79,12 +79,6 @@ def _cast(x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any
     return _exact(x.dtype, dtype or x.dtype)
 
 
-def _blended(place: int) -> Callable[..., Sequence[str]]:
-    """Return the function of the reductions of a call whose argument ``place`` is the
-    constant, equal on every rank, of all other elements."""
-    return lambda *args: LINEAR + MONOTONE if args[place] == 0 else MONOTONE
-
-
 def _extremum(reduction: str, x: torch.Tensor, y: torch.Tensor) -> Rule:
     """Return the rule of a maximum of two: monotone in each, and passes maxima of both
     at once."""
@@ -95,7 +89,7 @@ def _extremum(reduction: str, x: torch.Tensor, y: torch.Tensor) -> Rule:
 # Nothing passes through these while partial. Others of the kind have a tag, by which
 # they need no row (``ops.row_of``).
 NONLINEAR = """
-    floor_divide floor_divide.Scalar where.Scalar _add_relu.Tensor
+    floor_divide floor_divide.Scalar _add_relu.Tensor
 """
 
 # Of the namespace prims.
@@ -188,8 +182,6 @@ ROWS = {
     **rows("polar", broadcast, linear="0"),
     **rows("addcmul", broadcast, linear="0+1|0+2"),
     **rows("where.self prims::where", broadcast, movement="1+2", monotone="1|2"),
-    **rows("where.ScalarOther", _passing(_blended(2), 1)),
-    **rows("where.ScalarSelf", _passing(_blended(1), 1)),
     **rows(_with_prims(COPIES, COPIES_PRIMS), broadcast, movement="0"),
     **rows("alias", broadcast, movement="0", facts="keeps_order renames by_row"),
     **rows("clone", broadcast, movement="0", facts="keeps_order copies moves sinks"),

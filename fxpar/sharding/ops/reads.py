@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,6 +39,9 @@ from fxpar.sharding.shift_messages import (
 )
 
 aten = torch.ops.aten
+
+# In the meta of a node that fills rows beyond the ends: (axes, shards on, constant).
+_FILLED = "fxpar_filled"
 
 
 def axes_of(call: LocalCall, position: int, dim: int) -> Axes:
@@ -333,14 +336,15 @@ def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, .
 def _fill_beyond(
     call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
 ) -> Any:
-    """Return ``x`` where there is a shard ``further`` shards on, else the constant."""
-    build, shards = call.build, call.build.mesh.count(axes)
+    """Return ``x`` where there is a shard ``further`` shards on, else the constant: the
+    node of an earlier call, if a backward reads rows that the forward joined."""
+    key, build, shards = (axes, further, fill), call.build, call.build.mesh.count(axes)
+    for user in x.users:
+        if user.target is aten.where.self and user.meta.get(_FILLED) == key:
+            return user
     before = further < 0
     test = aten.ge.Scalar if before else aten.lt.Scalar
     bound = -further if before else shards - further
-    present = _present_fill(x, axes, (test, bound), fill)
-    if present is not None:
-        return present
     index = build.call(
         aten.full.default,
         [],
@@ -348,30 +352,9 @@ def _fill_beyond(
         dtype=torch.int64,
         device=x.meta["val"].device,
     )
-    return call.where(build.call(test, index, bound), x, fill)
-
-
-def _present_fill(
-    x: fx.Node, axes: Axes, test: tuple[Any, int], fill: Any
-) -> fx.Node | None:
-    """Return the node that replaces ``x`` by that constant on the same ranks, if it
-    exists: a backward reads the rows that the forward joined."""
-    for user in x.users:
-        if user.target is not aten.where.self or user.args[1] is not x:
-            continue
-        condition, _, constant = user.args
-        index = condition.args[0] if condition.args else None
-        if (condition.target, *condition.args[1:]) != test or not _is_full(index):
-            continue
-        place = index.args[1]
-        same_ranks = isinstance(place, fx.Node) and place.args[1:3] == (axes, 1)
-        if same_ranks and _is_full(constant) and constant.args[1] == fill:
-            return user
-    return None
-
-
-def _is_full(x: Any) -> TypeGuard[fx.Node]:
-    return isinstance(x, fx.Node) and x.target is aten.full.default
+    filled = call.where(build.call(test, index, bound), x, fill)
+    filled.meta[_FILLED] = key
+    return filled
 
 
 def _size(x: fx.Node, dim: int) -> int:

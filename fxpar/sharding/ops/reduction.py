@@ -287,13 +287,9 @@ ROWS = {
     **rows("logsumexp", over(), along=1),
     **rows("median", over_all(), facts="orders alone"),
     **rows("nanmedian", over_all(), facts="orders"),
-    **rows("var.dim", over(keep=3)),
-    **rows("var_mean.dim", over(keep=3, results=2)),
-    **rows("var", over_all()),
-    **rows("var_mean", over_all(results=2)),
     **rows("mode", over(-1, results=2), facts="orders"),
     **rows("linalg__powsum", over(dim=2, keep=3, **ADDED)),
-    # Inductor decomposes these; graphs that are traced without its table have them.
+    # Inductor decomposes these; graphs of which a user writes the schedule have them.
     **rows("_softmax", along, rows=1, work="exp", along=1, facts="by_row"),
     **rows("_log_softmax", along, rows=1, work="exp", along=1),
     **rows("native_layer_norm", layer_norm, empty="fill"),
