@@ -100,12 +100,14 @@ def with_reads(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
 def rows_of_layers(
     labels: np.ndarray, finer: np.ndarray | None = None, *, overlap: bool = False
 ) -> list[RepeatedOps]:
-    """Return rows in which labels repeat, no op in two of them. ``finer``: labels of
+    """Return rows in which labels repeat, no op in two of them, the longest first: a
+    part that repeats within a layer does not hide the layers. ``finer``: labels of
     which fewer are equal, by which rows are found; since the surroundings of ops differ
     at both ends, rows are then extended as far as ``labels`` repeat; if they may
     ``overlap``, also into another row."""
     rows = rows_at_all_distances(labels if finer is None else finer)
-    return without_overlaps(rows, labels, but_at_ends=overlap)
+    longest = sorted(rows, key=lambda row: (row.begin - row.end, row.distance))
+    return without_overlaps(longest, labels, but_at_ends=overlap)
 
 
 def rows_at_all_distances(

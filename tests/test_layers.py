@@ -40,3 +40,10 @@ def test_rows_may_be_long_enough_to_overlap() -> None:
     ]
     long, _ = rows_of_layers(LABELS, finer, overlap=True)
     assert long == RepeatedOps(1, 14, 4)
+
+
+def test_a_part_that_repeats_within_a_layer_hides_no_layers() -> None:
+    """As the projections of an attention: the distance between them is found more often
+    than that of layers."""
+    layer = [1, 2, 3, 2, 3, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert rows_of_layers(np.array(layer * 4)) == [RepeatedOps(0, 60, 15)]

@@ -121,7 +121,7 @@ def _cuts(
         if not reads:
             continue
         first, last = reads[0], reads[-1]
-        fits = (d for d in row.distances if last < first + removed * d)
+        fits = (d for d in row.distances if last < first + (removed + 1) * d)
         step = next(fits, len(row.nodes))
         end = first + removed * step
         if end > len(row.nodes):

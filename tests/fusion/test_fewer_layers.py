@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -89,10 +88,27 @@ def test_it_has_the_ops_of_few_layers() -> None:
 MESH = "dp=2,tp=2"
 
 
-def joint_graph(layers: int) -> fx.Graph:
+class Attention(torch.nn.Module):
+    """A layer with three products of one shape, whose input another layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.out = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.out((self.q(y) * self.k(y)).softmax(-1) * self.v(y))
+
+
+def mlp() -> torch.nn.Module:
+    layers = torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)
+    return torch.nn.Sequential(*layers)
+
+
+def joint_graph(layers: int, layer: Callable[[], torch.nn.Module] = mlp) -> fx.Graph:
     """Forward and backward of layers as one rank has them, communication as steps."""
-    block = torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)
-    model = torch.nn.Sequential(*(copy.deepcopy(m) for m in block * layers))
+    model = torch.nn.Sequential(*(layer() for _ in range(layers)))
     plan = fxpar.plan(model, torch.randn(8, 16), mesh=MESH, mode="propagate", grad=True)
     return shapes_of(apply("", plan.result.local, MESH, lowered=False))
 
@@ -101,12 +117,13 @@ def targets(graph: fx.Graph) -> list[str]:
     return sorted(str(n.target) for n in graph.nodes if n.op == "call_function")
 
 
-def test_layers_go_forward_and_backward_alike() -> None:
+@pytest.mark.parametrize("layer", [mlp, Attention])
+def test_layers_go_forward_and_backward_alike(layer: Any) -> None:
     """What is left is the program of a model with so many layers."""
-    fewer = fewer_layers(joint_graph(LAYERS))
+    fewer = fewer_layers(joint_graph(LAYERS, layer))
     assert fewer is not None
     assert len(fewer.rows) == 3, "the last makes gradients lie as parameters do"
-    like = joint_graph(LAYERS - fewer.removed)
+    like = joint_graph(LAYERS - fewer.removed, layer)
     assert targets(fewer.graph) == targets(like)
     results, wanted = (g.output_node().args[0] for g in (fewer.graph, like))
     assert len(results) == len(wanted)
