@@ -319,9 +319,10 @@ class Task:
     seconds: float = 0.0
     # The axes that a collective runs along; a kernel and a wait have none.
     axes: tuple[str, ...] = ()
-    # The collective that a wait is for; a collective of any duration first waits for
-    # it.
+    # The collective that a wait is for.
     of: int | None = None
+    # Seconds for which a collective first holds the compute stream.
+    delay: float = 0.0
 
 
 class Simulation:
@@ -337,26 +338,25 @@ class Simulation:
     wait holds the compute stream until its collective is done. A collective of no
     duration is as if it were not there.
 
-    ``starts``, ``ends``: seconds, by index of the task; for a collective of no duration
-    when its result is there.
+    ``starts``, ``ends``: seconds, by index of the task.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.starts, self.ends, self._clock = list[float](), list[float](), [0.0]
         now, free = 0.0, dict[str, float]()
         for task in tasks:
-            waited = 0.0 if task.of is None else self.ends[task.of]
             start = now
-            if not task.axes:
-                now = end = max(now + task.seconds, waited)
-            elif not task.seconds:
-                start = end = max(now, waited)
+            if task.of is not None:
+                now = end = max(now, self.ends[task.of])
+            elif not task.axes:
+                now = end = now + task.seconds
             else:
-                now = max(now, waited)
-                axes = list(map(axis_of, task.axes))
-                start = max([now, *(free.get(axis, 0.0) for axis in axes)])
-                end = start + task.seconds
+                now += task.delay
+                axes = [axis_of(axis) for axis in task.axes if task.seconds]
+                begin = max([now, *(free.get(axis, 0.0) for axis in axes)])
+                end = begin + task.seconds
                 free.update(dict.fromkeys(axes, end))
+                start = start if task.delay else begin
             self.starts.append(start)
             self.ends.append(end)
             self._clock.append(now)
@@ -384,13 +384,13 @@ def simulate(
     Raises PlanError for an unknown collective, or a group that names no axes.
     """
     launches = launches or launches_of(graph, fused=fused)
-    work = _work(launches, mesh, _machine(hardware, fused))
-    times = Simulation(work.tasks)
+    tasks = _tasks(launches, mesh, _machine(hardware, fused))
+    times = Simulation(tasks)
     live = residency(launches, in_place=fused)
-    events = _events(launches.launches, work, times)
+    events = _events(launches.launches, tasks, times)
     in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
     first = next(in_backward, None)
-    waited = sum(e.duration for e in events if e.of) + work.seconds_of_delays()
+    waited = sum(e.duration for e in events if e.of) + sum(t.delay for t in tasks)
     return Timeline(
         events,
         times.seconds,
@@ -398,10 +398,10 @@ def simulate(
         sum(e.duration for e in events if e.axes),
         waited + times.seconds - times.clock(-1),
         _traffic(launches.launches, mesh),
-        tuple(_curve(live, work, times).items()),
+        tuple(_curve(live, times).items()),
         live.peak[0],
         _largest(live),
-        None if first is None else times.starts[work.first[first]],
+        None if first is None else times.starts[first],
     )
 
 
@@ -410,53 +410,31 @@ def launch_seconds(
 ) -> dict[str, float]:
     """Return the seconds of each launch by itself, by the name of its last node;
     arguments as for ``simulate``."""
-    work = _work(launches, mesh, _machine(hardware, fused))
+    tasks = _tasks(launches, mesh, _machine(hardware, fused))
     names = (launch.nodes[-1].name for launch in launches.launches)
-    return {name: work.seconds(i) for i, name in enumerate(names)}
+    return {x: t.delay + t.seconds for x, t in zip(names, tasks, strict=True)}
 
 
 def _machine(hardware: Hardware, fused: bool) -> Hardware:
     return hardware if fused else replace(hardware, launch=hardware.eager_launch)
 
 
-@dataclass(frozen=True)
-class _LaunchTasks:
-    """Holds the tasks of some launches. A collective may have two: the time by which it
-    delays kernels, and the rest, which overlaps with them."""
-
-    tasks: list[Task]  # in the order of the launches
-    first: list[int]  # for each launch, the index of its first task
-    last: list[int]  # for each launch, the index of its last task
-
-    def seconds(self, i: int) -> float:
-        """Return the seconds of launch i, without waits."""
-        return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
-
-    def seconds_of_delays(self) -> float:
-        """Return the seconds by which collectives delay kernels."""
-        pairs = zip(self.first, self.last, strict=True)
-        return sum(self.tasks[a].seconds for a, b in pairs if a != b)
-
-
-def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
+def _tasks(program: Launches, mesh: Mesh, hardware: Hardware) -> list[Task]:
+    """Return the task of each launch."""
     # A phase that repeats a collective has an equal launch: a wait is for the last one.
     where: dict[Launch, int] = {}
-    work = _LaunchTasks([], [], [])
+    tasks: list[Task] = []
     for i, launch in enumerate(program.launches):
         where[launch] = i
-        work.first.append(len(work.tasks))
         if launch.of is not None:
-            work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
+            task = Task(launch.name, of=where[launch.of])
         elif launch.axes:
             curve = collectives.along(launch.kind, mesh, launch.axes)
             seconds = curve.seconds(launch.before)
             delay = seconds * hardware.beside
-            if delay:
-                work.tasks.append(Task(f"{launch.name}_beside", delay))
-            work.tasks.append(Task(launch.name, seconds - delay, launch.axes))
+            task = Task(launch.name, seconds - delay, launch.axes, delay=delay)
         elif launch.kind == "fused":
-            seconds = hardware.fused(launch.moved, launch.light)
-            work.tasks.append(Task(launch.name, seconds))
+            task = Task(launch.name, hardware.fused(launch.moved, launch.light))
         else:
             seconds = hardware.launch + hardware.kernel(
                 launch.moved,
@@ -466,25 +444,25 @@ def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
                 launch.family,
                 launch.hidden_flops,
             )
-            work.tasks.append(Task(launch.name, seconds))
-        work.last.append(len(work.tasks) - 1)
-    return work
+            task = Task(launch.name, seconds)
+        tasks.append(task)
+    return tasks
 
 
 def _events(
-    launches: Sequence[Launch], work: _LaunchTasks, times: Simulation
+    launches: Sequence[Launch], tasks: Sequence[Task], times: Simulation
 ) -> tuple[Event, ...]:
     out = []
-    for i, launch in enumerate(launches):
+    spans = zip(tasks, times.starts, times.ends, strict=True)
+    for launch, (task, start, end) in zip(launches, spans, strict=True):
         node = launch.nodes[-1]
-        start, end = times.starts[work.first[i]], times.ends[work.last[i]]
         out.append(
             Event(
                 launch.name,
                 launch.kind,
                 "+".join(launch.axes) or COMPUTE,
                 start,
-                work.seconds(i) if launch.of is None else end - start,
+                task.delay + task.seconds if launch.of is None else end - start,
                 launch.axes,
                 max(launch.before, launch.after) if launch.axes else launch.moved,
                 launch.flops,
@@ -515,7 +493,7 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
     )
 
 
-def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
+def _curve(live: Residency, times: Simulation) -> dict[float, int]:
     """Return {time: bytes in memory} at each change."""
     curve: dict[float, int] = {}
     for i, begin, during, after in live.usage:
@@ -523,9 +501,9 @@ def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float
             curve[0.0] = after
             continue
         if begin:
-            curve[times.clock(work.last[i - 1]) if i else 0.0] = during
+            curve[times.clock(i - 1) if i else 0.0] = during
         if after != during:
-            curve[times.clock(work.last[i])] = after
+            curve[times.clock(i)] = after
     return curve
 
 
