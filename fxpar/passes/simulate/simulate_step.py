@@ -153,11 +153,9 @@ def by_kind(
     Raises PlanError as ``launches_of`` does.
     """
     launches = launches or launches_as_run(phases)
-    resident = residency(launches)
-    kinds = _kinds(phases, signature, launches)
     total = dict.fromkeys(MEMORY_KINDS, 0)
-    for buffer in resident.at(resident.peak[1]):
-        total[kinds[buffer]] += buffer.nbytes
+    for buffer, kind in kinds_at_peak(phases, signature, launches).items():
+        total[kind] += buffer.nbytes
     state = optimizer_bytes(phases.inputs, signature)
     total["optimizer state"] = sum(state.values())
     return tuple((kind, size) for kind, size in total.items() if size)
@@ -178,10 +176,10 @@ def optimizer_bytes(
     }
 
 
-def _kinds(
+def kinds_at_peak(
     phases: PhasesAsRun, signature: Signature, launches: Launches
 ) -> dict[Buffer, str]:
-    """Return the kind of each buffer."""
+    """Return the kind of each buffer that is in memory at the peak."""
     declared = dict(zip(phases.inputs, signature.inputs, strict=True))
     parameters = {node for node, x in declared.items() if x.kind == "parameter"}
     gathered = _derived_from({n for n in parameters if _is_split(n)}, phases)
@@ -205,7 +203,8 @@ def _kinds(
     for buffer in launches.inputs:
         is_parameter = buffer.node in parameters
         kinds[buffer] = "parameters" if is_parameter else "inputs and buffers"
-    return kinds
+    resident = residency(launches)
+    return {buffer: kinds[buffer] for buffer in resident.at(resident.peak[1])}
 
 
 def _is_split(node: fx.Node) -> bool:
