@@ -210,6 +210,41 @@ def test_a_bucket_of_neighbours_in_another_is_no_copy(
     check_equal(sketch.run(), want)
 
 
+@pytest.mark.parametrize(
+    ("divisors", "is_read", "count"),
+    [((2, 2, 2), False, 1), ((2, 2, 3), False, 3), ((2, 2, 2), True, 3)],
+)
+def test_a_reduced_bucket_is_divided_at_once(
+    sketch: Sketch, divisors: tuple[int, ...], is_read: bool, count: int
+) -> None:
+    """Unless what reads the parts could be fused with the divisions."""
+    waits = [sketch.reduce(sketch.input(2, 2)) for _ in divisors]
+    parts = [
+        sketch.rewriter.call(aten.div.Scalar, wait, divisor)
+        for wait, divisor in zip(waits, divisors, strict=True)
+    ]
+    if is_read:
+        parts = [sketch.call(aten.permute, part, [1, 0]) for part in parts]
+    sketch.output(*parts)
+    want = sketch.run()
+    sketch.bucket()
+    divisions = sketch.graph.find_nodes(op="call_function", target=aten.div.Scalar)
+    assert len(divisions) == count
+    check_values(sketch.graph)
+    check_equal(sketch.run(), want)
+
+
+def test_a_part_that_is_divided_twice_is_no_other_part(sketch: Sketch) -> None:
+    """One is divided twice, the other is not read: as many divisions as parts."""
+    waits = [sketch.reduce(sketch.input(2, 2)) for _ in range(2)]
+    sketch.output(
+        *(sketch.rewriter.call(aten.div.Scalar, waits[0], 2) for _ in range(2))
+    )
+    want = sketch.run()
+    sketch.bucket()
+    check_equal(sketch.run(), want)
+
+
 @pytest.mark.parametrize("reduced", [(1, 0), (0, 2), (0, 0)])
 def test_a_bucket_of_what_is_no_neighbour_is_a_copy(
     sketch: Sketch, reduced: tuple[int, ...]

@@ -28,7 +28,7 @@ from fxpar.graph.builder import Builder, custom_of, put_after_reads, region_of
 from fxpar.layers import numbered, rows_of_layers
 from fxpar.passes.order.delay_work import WAIT, from_inputs, hoist, is_cheap, is_chunk
 from fxpar.passes.order.outline_layers import LEAST_CALLS
-from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.cost.op import is_light, nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import descendants, phase_of
 
@@ -366,4 +366,27 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         rows = ranks if kind is _SCATTER else 1
         bucket = _flat(rewriter, [m.args[0] for m in members], rows)
         wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
-        _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
+        whole = _scaled(rewriter, wait, members)
+        _split_result(rewriter, whole, ranks if kind is _GATHER else 1, members)
+
+
+def _scaled(rewriter: Builder, bucket: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
+    """Return a bucket multiplied or divided by a number at once, where each of its
+    parts is, once, and nothing that could be fused with it reads the result: all are
+    gradients of which the mean over ranks is taken. Else return the bucket."""
+    scaled = [n for member in members for wait in member.users for n in wait.users]
+    if not _SCALINGS.issuperset(node.target for node in scaled):
+        return bucket
+    calls = {(node.target, *node.args[1:]) for node in scaled}
+    is_read = any(is_light(user.target) for node in scaled for user in node.users)
+    count = len({node.args[0] for node in scaled})
+    if is_read or len(calls) > 1 or not count == len(scaled) == len(members):
+        return bucket
+    for node in scaled:
+        rewriter.replace(node, node.args[0])
+    ((target, number),) = calls
+    return rewriter.call(target, bucket, number)
+
+
+# Ops on a tensor and a number.
+_SCALINGS = {aten.div.Scalar, aten.mul.Scalar}
