@@ -411,13 +411,9 @@ def _can_start(node: fx.Node) -> bool:
 def _is_only_for_scalars(node: fx.Node, last: Collection[fx.Node]) -> bool:
     """Return whether a node leads only to outputs of one element, such as a loss, by
     nodes in ``last``."""
-    for user in node.users:
-        if user.op == "output":
-            if not _is_one(node):
-                return False
-        elif user not in last:
-            return False
-    return bool(node.users)
+    return bool(node.users) and all(
+        _is_one(node) if user.op == "output" else user in last for user in node.users
+    )
 
 
 def _is_one(node: fx.Node) -> bool:
