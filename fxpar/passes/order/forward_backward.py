@@ -28,7 +28,7 @@ would not take part in a second gather.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,13 +38,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.graph.builder import PLACE, part_of
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
-from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable, join_buckets
+from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
 from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
-    BEHIND_BUCKETS,
     DEFAULT,
-    LAST,
     PhaseGraph,
     Settings,
     buckets_of,
@@ -154,15 +152,20 @@ def as_run(
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
     parts = split_phases(graph)
-    phases = [phase_graph(parts, i) for i in range(parts.count)]
-    for phase in phases:
-        schedule(
-            phase.graph, backward=phase.backward, disable=disable, settings=settings
-        )
+    phases = [_order_phase(parts, i, settings, disable) for i in range(parts.count)]
     if len(phases) == 1:
-        return phases[0].graph
-    forward, backward = (phase.graph for phase in phases)
+        return phases[0]
+    forward, backward = phases
     return _joined(forward, backward, parts.is_gradient)
+
+
+def _order_phase(
+    parts: PhasedGraph, i: int, settings: Settings, disable: Collection[str] = ()
+) -> fx.Graph:
+    """Return a copy of the forward (0) or the backward (1) in the order of settings."""
+    phase = phase_graph(parts, i)
+    schedule(phase.graph, backward=phase.backward, disable=disable, settings=settings)
+    return phase.graph
 
 
 # Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
@@ -207,21 +210,21 @@ def _memory_layout(node: fx.Node) -> Any:
     return value.dtype, tuple(value.shape), value.stride()
 
 
-def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
+def phase_graph(parts: PhasedGraph, i: int) -> PhaseGraph:
     """Return a copy of the forward (0) or the backward (1) by itself, before it is
     ordered; of the whole graph if it has no backward."""
     results = list(parts.graph.output_node().args[0])
     if parts.count == 1:
         whole = part_of(parts.inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
-        return PhaseGraph(whole, of_step, settings)
+        return PhaseGraph(whole, of_step)
     pairs = zip(results, parts.is_gradient, strict=True)
     own = [result for result, is_gradient in pairs if is_gradient == bool(i)]
     if i == 0:
         graph = part_of(parts.inputs, parts.forward, [*own, *parts.saved])
     else:
         graph = part_of([*parts.inputs, *parts.saved], parts.backward, own)
-    return PhaseGraph(graph, bool(i), settings)
+    return PhaseGraph(graph, bool(i))
 
 
 def _joined(
@@ -266,21 +269,15 @@ class _PhaseOrders:
     def __init__(self, parts: PhasedGraph, i: int) -> None:
         self._parts, self._i = parts, i
         self._ordered: dict[Hashable, fx.Graph] = {}
-        first = self._fresh(DEFAULT)
-        self._first: PhaseGraph | None = first
-        self.started = gathers_started(first.graph)
-        self._joinable = (
-            Joinable.of(first.graph, reductions=first.backward)
-            if first.waits
-            else Joinable(())
-        )
-
-    def _fresh(self, settings: Settings) -> PhaseGraph:
-        """Return a copy of the phase after the passes before "bucket"."""
-        phase = phase_graph(self._parts, self._i, settings)
+        phase = phase_graph(parts, i)
         for row in BEFORE_BUCKETS:
             row.run(phase.graph, phase)
-        return phase
+        self.started = gathers_started(phase.graph)
+        self._joinable = (
+            Joinable.of(phase.graph, reductions=phase.backward)
+            if phase.waits
+            else Joinable(())
+        )
 
     def of(self, settings: Settings) -> Hashable:
         """Return a key that is equal for settings that give the phase one order."""
@@ -291,16 +288,5 @@ class _PhaseOrders:
         """Return the phase in the order of settings; it must not be changed."""
         order = self.of(settings)
         if order not in self._ordered:
-            self._ordered[order] = self._order(settings)
+            self._ordered[order] = _order_phase(self._parts, self._i, settings)
         return self._ordered[order]
-
-    def _order(self, settings: Settings) -> fx.Graph:
-        """Return an ordered copy; the first call uses the copy made in ``__init__``."""
-        first, self._first = self._first, None
-        phase = replace(first, settings=settings) if first else self._fresh(settings)
-        if phase.waits:
-            buckets = buckets_of(self._joinable, settings)
-            join_buckets(phase.graph, phase.build, buckets)
-        for row in (*BEHIND_BUCKETS, *LAST):
-            row.run(phase.graph, phase)
-        return phase.graph

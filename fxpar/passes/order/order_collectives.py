@@ -496,6 +496,5 @@ LAST = (
     Pass("delay", lambda graph, _: delay(graph), stage="scheduled"),
 )
 
-# The passes of ``ORDER`` before "bucket", which do not depend on settings, and after.
-_BUCKETS = [row.name for row in ORDER].index("bucket")
-BEFORE_BUCKETS, BEHIND_BUCKETS = ORDER[:_BUCKETS], ORDER[_BUCKETS + 1 :]
+# The passes of ``ORDER`` before "bucket", which do not depend on settings.
+BEFORE_BUCKETS = ORDER[: [row.name for row in ORDER].index("bucket")]
