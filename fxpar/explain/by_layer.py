@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxpar.passes.simulate.launches import PhasesAsRun, launches_of, source_of
+from fxpar.passes.simulate.launches import launches_of, source_of
 from fxpar.passes.simulate.simulate_step import kinds_at_peak, optimizer_bytes, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.plan import Plan
@@ -83,7 +83,7 @@ def layer_rows(
             row.backward += event.duration
         elif event.of is None:
             row.forward += event.duration
-    kinds = kinds_at_peak(PhasesAsRun.whole(graph), signature, launches)
+    kinds = kinds_at_peak(graph, signature, launches)
     for buffer, kind in kinds.items():
         row = _row_of(rows, _path(buffer.node, paths))
         if kind in ("parameters", "gradients"):

@@ -4,8 +4,8 @@ In: a local graph, joint or not. Out: a new graph with the same results, in whic
 are in the order of the compiled program: values that the backward needs are saved or
 recomputed in the backward, and ``schedule`` has run on both. It is for
 ``simulate_step``; the program that runs is split by AOTAutograd, from the bound graph.
-``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` has a split graph in
-the orders of several settings. Never: the given graph changes.
+``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` says which settings
+give one order. Never: the given graph changes.
 
 ``tag`` tags a graph for AOTAutograd's partitioner, in place, by three functions:
 
@@ -49,7 +49,6 @@ from fxpar.passes.order.order_collectives import (
     gathers_started,
     schedule,
 )
-from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
@@ -141,7 +140,7 @@ def split_phases(graph: fx.Graph) -> PhasedGraph:
 
 
 def as_run(
-    graph: fx.Graph,
+    graph: fx.Graph | PhasedGraph,
     *,
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
@@ -149,23 +148,19 @@ def as_run(
     """Return the graph in the order in which it runs; ``disable``: passes of
     ``schedule`` to leave out; ``settings``: for the others.
 
-    Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
+    Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them; the
+    names of those that the forward has too, and computes first, end in "_again".
     """
-    parts = split_phases(graph)
-    phases = [_order_phase(parts, i, settings, disable) for i in range(parts.count)]
+    parts = graph if isinstance(graph, PhasedGraph) else split_phases(graph)
+    phases = [phase_graph(parts, i) for i in range(parts.count)]
+    for phase in phases:
+        schedule(
+            phase.graph, backward=phase.backward, disable=disable, settings=settings
+        )
     if len(phases) == 1:
-        return phases[0]
-    forward, backward = phases
+        return phases[0].graph
+    forward, backward = (phase.graph for phase in phases)
     return _joined(forward, backward, parts.is_gradient)
-
-
-def _order_phase(
-    parts: PhasedGraph, i: int, settings: Settings, disable: Collection[str] = ()
-) -> fx.Graph:
-    """Return a copy of the forward (0) or the backward (1) in the order of settings."""
-    phase = phase_graph(parts, i)
-    schedule(phase.graph, backward=phase.backward, disable=disable, settings=settings)
-    return phase.graph
 
 
 # Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
@@ -240,6 +235,10 @@ def _joined(
     operands = [*forward.find_nodes(op="placeholder"), *results[count:]]
     forward.erase_node(end)
     inputs = backward.find_nodes(op="placeholder")
+    names = {node.name for node in forward.nodes}
+    for node in backward.nodes:
+        if node.name in names:
+            node.name = f"{node.name}_again"
     grads: Any = forward.graph_copy(backward, dict(zip(inputs, operands, strict=True)))
     of = iter(results[:count]), iter(grads)
     forward.output([next(of[is_late]) for is_late in is_backward])
@@ -247,46 +246,24 @@ def _joined(
 
 
 class Orders:
-    """Orders a split graph under one settings after the other, with a cache."""
+    """Says which settings give a split graph one order."""
 
     def __init__(self, parts: PhasedGraph) -> None:
         self.parts = parts
-        self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
+        # For each phase, what it can join, and how many gathers may start ahead.
+        self._phases: list[tuple[Joinable, int]] = []
+        for i in range(parts.count):
+            phase = phase_graph(parts, i)
+            for row in BEFORE_BUCKETS:
+                row.run(phase.graph, phase)
+            joinable = Joinable(())
+            if phase.waits:
+                joinable = Joinable.of(phase.graph, reductions=phase.backward)
+            self._phases.append((joinable, gathers_started(phase.graph)))
 
     def of(self, settings: Settings) -> Hashable:
         """Return a key that is equal for settings that give the graph one order."""
-        return tuple(phase.of(settings) for phase in self._phases)
-
-    def as_run(self, settings: Settings) -> PhasesAsRun:
-        """Return the phases in the order of settings."""
-        graphs = [phase.graph(settings) for phase in self._phases]
-        return PhasesAsRun(tuple(graphs), self.parts.is_gradient)
-
-
-class _PhaseOrders:
-    """Orders one phase. ``started``: number of gathers that may start ahead."""
-
-    def __init__(self, parts: PhasedGraph, i: int) -> None:
-        self._parts, self._i = parts, i
-        self._ordered: dict[Hashable, fx.Graph] = {}
-        phase = phase_graph(parts, i)
-        for row in BEFORE_BUCKETS:
-            row.run(phase.graph, phase)
-        self.started = gathers_started(phase.graph)
-        self._joinable = (
-            Joinable.of(phase.graph, reductions=phase.backward)
-            if phase.waits
-            else Joinable(())
+        return tuple(
+            (max(1, min(settings.ahead, started - 1)), buckets_of(joinable, settings))
+            for joinable, started in self._phases
         )
-
-    def of(self, settings: Settings) -> Hashable:
-        """Return a key that is equal for settings that give the phase one order."""
-        ahead = max(1, min(settings.ahead, self.started - 1))
-        return ahead, buckets_of(self._joinable, settings)
-
-    def graph(self, settings: Settings) -> fx.Graph:
-        """Return the phase in the order of settings; it must not be changed."""
-        order = self.of(settings)
-        if order not in self._ordered:
-            self._ordered[order] = _order_phase(self._parts, self._i, settings)
-        return self._ordered[order]

@@ -36,7 +36,7 @@ from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
 from fxpar.passes.rank_sizes import sized
-from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run, launches_of
+from fxpar.passes.simulate.launches import launches_of
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -145,18 +145,18 @@ def _bytes_by_launch(
 
 
 def by_kind(
-    phases: PhasesAsRun, signature: Signature, launches: Launches | None = None
+    graph: fx.Graph, signature: Signature, launches: Launches | None = None
 ) -> tuple[tuple[str, int], ...]:
     """Return (kind, bytes a rank holds) at the peak of a local graph as it runs,
     without kinds of 0 bytes. ``launches``: those of the graph, if known.
 
     Raises PlanError as ``launches_of`` does.
     """
-    launches = launches or launches_as_run(phases)
+    launches = launches or launches_of(graph)
     total = dict.fromkeys(MEMORY_KINDS, 0)
-    for buffer, kind in kinds_at_peak(phases, signature, launches).items():
+    for buffer, kind in kinds_at_peak(graph, signature, launches).items():
         total[kind] += buffer.nbytes
-    state = optimizer_bytes(phases.inputs, signature)
+    state = optimizer_bytes(graph.find_nodes(op="placeholder"), signature)
     total["optimizer state"] = sum(state.values())
     return tuple((kind, size) for kind, size in total.items() if size)
 
@@ -177,12 +177,17 @@ def optimizer_bytes(
 
 
 def kinds_at_peak(
-    phases: PhasesAsRun, signature: Signature, launches: Launches
+    graph: fx.Graph, signature: Signature, launches: Launches
 ) -> dict[Buffer, str]:
     """Return the kind of each buffer that is in memory at the peak."""
-    declared = dict(zip(phases.inputs, signature.inputs, strict=True))
-    parameters = {node for node, x in declared.items() if x.kind == "parameter"}
-    gathered = _derived_from({n for n in parameters if _is_split(n)}, phases)
+    inputs = graph.find_nodes(op="placeholder")
+    pairs = zip(inputs, signature.inputs, strict=True)
+    parameters = {node for node, declared in pairs if declared.kind == "parameter"}
+    gathered = set(filter(_is_split, parameters))
+    for node in graph.nodes:
+        read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
+        if node.op == "call_function" and read and gathered.issuperset(read):
+            gathered.add(node)
     # Later lines override earlier ones.
     kinds: dict[Buffer, str] = {}
     for launch in launches.launches:
@@ -210,18 +215,6 @@ def kinds_at_peak(
 def _is_split(node: fx.Node) -> bool:
     spec = node.meta.get("fxpar_spec")
     return spec is not None and bool(spec.sharded_axes)
-
-
-def _derived_from(roots: set[fx.Node], phases: PhasesAsRun) -> set[fx.Node]:
-    """Return ``roots`` and the nodes computed from them only."""
-    derived = set(roots)
-    for graph in phases.graphs:
-        derived.update(n for n, of in phases.given.items() if of in derived)
-        for node in graph.nodes:
-            read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
-            if node.op == "call_function" and read and derived.issuperset(read):
-                derived.add(node)
-    return derived
 
 
 # The stream of a rank's launches; the prefix of that of all launches at a place of a
