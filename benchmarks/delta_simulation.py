@@ -3,7 +3,7 @@
 ``DeltaSimulation`` is the ``Simulation`` of ``simulate_step`` whose ``change`` takes
 new durations, and other axes, and computes again only what they change: the delta
 simulation of FlexFlow (Jia, Zaharia and Aiken, SysML 2019), with exactly the result of
-a full one.
+a full one. A collective may also be ``of`` another, which it first waits for.
 """
 
 from __future__ import annotations

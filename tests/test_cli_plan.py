@@ -148,7 +148,7 @@ def test_layers_add_up_to_the_plan(folder: Path, capsys) -> None:
         r": ([\d.]+ \w+) compute, .* peak memory ([\d.]+ \w+)", said
     ).group(2, 1)
     layers, total = said.splitlines()[-3:-1], said.splitlines()[-1]
-    assert any(line.startswith("* (2 layers)") for line in layers), said
+    assert any(line.startswith("* (3 layers)") for line in layers), said
     numbers = re.findall(r"([\d.]+) (\w+)", total)
     sizes = [float(x) * {"kB": 1e3, "bytes": 1}[unit] for x, unit in numbers[:2]]
     size, unit = held.split()

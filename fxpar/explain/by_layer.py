@@ -9,14 +9,13 @@ plan's totals. Never: planning, or a change to a graph.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from fxpar.passes.simulate.launches import launches_of, source_of
-from fxpar.passes.simulate.simulate_step import optimizer_bytes, residency, simulate
-from fxpar.sharding.cost.fused_kernels import Launches
+from fxpar.passes.simulate.simulate_step import kinds_at_peak, optimizer_bytes, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Signature
@@ -84,12 +83,16 @@ def layer_rows(
             row.backward += event.duration
         elif event.of is None:
             row.forward += event.duration
-    for path, nbytes, at_rest in _held(signature, graph, launches, paths):
-        row = _row_of(rows, path)
-        if at_rest:
-            row.at_rest += nbytes
+    kinds = kinds_at_peak(graph, signature, launches)
+    for buffer, kind in kinds.items():
+        row = _row_of(rows, _path(buffer.node, paths))
+        if kind in ("parameters", "gradients"):
+            row.at_rest += buffer.nbytes
         else:
-            row.activations += nbytes
+            row.activations += buffer.nbytes
+    state = optimizer_bytes(graph.find_nodes(op="placeholder"), signature)
+    for node, nbytes in state.items():
+        _row_of(rows, _path(node, paths)).at_rest += nbytes
     return sorted(rows.values(), key=lambda row: row.name == _OTHER)
 
 
@@ -107,31 +110,6 @@ def _paths(plan: Plan, signature: Signature, graph: fx.Graph) -> dict[str, str]:
 def _path(node: fx.Node, paths: Mapping[str, str]) -> str:
     """Return the module that a node of a local graph belongs to, or ""."""
     return paths.get(node.name) or paths.get(source_of(node).partition(" (")[0], "")
-
-
-def _held(
-    signature: Signature, graph: fx.Graph, launches: Launches, paths: Mapping[str, str]
-) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module, bytes, whether they are held between steps) for each buffer that
-    is live at the peak; gradients count as held between steps."""
-    inputs = graph.find_nodes(op="placeholder")
-    parameters = {
-        node
-        for node, x in zip(inputs, signature.inputs, strict=True)
-        if x.kind == "parameter"
-    }
-    gradients = {
-        buffer
-        for out, buffers in zip(signature.outputs, launches.outputs, strict=True)
-        if out.kind == "gradient"
-        for buffer in buffers
-    }
-    resident = residency(launches)
-    for buffer in resident.at(resident.peak[1]):
-        at_rest = buffer.node in parameters or buffer in gradients
-        yield _path(buffer.node, paths), buffer.nbytes, at_rest
-    for node, nbytes in optimizer_bytes(inputs, signature).items():
-        yield _path(node, paths), nbytes, True
 
 
 # Columns of the table: field of a row, heading, and format.

@@ -51,8 +51,8 @@ from fxpar.fusion.sequence_parallel import alternatives, candidates, described, 
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import copy_of
-from fxpar.passes.order.forward_backward import Orders, split_phases, tag
-from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
+from fxpar.passes.order.forward_backward import Orders, as_run, split_phases, tag
+from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.simulate_step import Event, Timeline, simulate
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.fused_kernels import Launches
@@ -111,8 +111,8 @@ class SimulatedRun:
     """Holds a local graph that was simulated."""
 
     lowered: fx.Graph  # collectives as they run, before it was ordered
-    phases: PhasesAsRun  # in the order in which it runs
-    launches: Launches  # the launches of the phases
+    graph: fx.Graph  # the same in the order in which it runs
+    launches: Launches  # the launches of ``graph``
 
 
 class Attempts:
@@ -183,9 +183,10 @@ class Attempts:
         if schedule in self.simulated:
             return self.simulated[schedule]
         orders = self._lowered(schedule)
-        phases, graph = orders.as_run(schedule.settings), orders.parts.graph
-        launches = launches_as_run(phases)
-        self._last_run = schedule, SimulatedRun(graph, phases, launches)
+        graph = as_run(orders.parts, settings=schedule.settings)
+        launches = launches_of(graph)
+        run = SimulatedRun(orders.parts.graph, graph, launches)
+        self._last_run = schedule, run
         return simulate(graph, self.mesh, self.hardware, launches=launches)
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
@@ -570,7 +571,7 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
 
 def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
     """Return seconds that collectives are waited for, by kind, axes and bytes."""
-    of: dict[str, Event] = {}  # a phase that repeats an event uses its name again
+    of: dict[str, Event] = {}
     out: dict[tuple[Any, ...], float] = {}
     for event in now.events:
         if event.axes:

@@ -17,23 +17,13 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar._torch.objects import define_op
 from fxpar.graph.builder import Builder, value_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-torch.library.define(
-    "fxpar::own_slice",
-    "(Tensor(a) x, int dim, SymInt size, str mesh, str axes, SymInt stride, "
-    "SymInt base) "
-    "-> Tensor(a)",
-)
-torch.library.define(
-    "fxpar::own_offset",
-    "(str mesh, str axes, SymInt stride, SymInt base, Device device) -> Tensor",
-)
 
 
 def own_shard(mesh: str, axes: str) -> int:
@@ -47,25 +37,27 @@ def _shard(mesh: str, axes: str, rank: int) -> int:
     return Mesh.parse(mesh).index(rank, tuple(axes.split("+")))
 
 
-@torch.library.register_fake("fxpar::own_slice")
-def _(x, dim, size, mesh, axes, stride, base):
-    return x.narrow(dim, 0, size)
-
-
-@torch.library.register_fake("fxpar::own_offset")
-def _(mesh, axes, stride, base, device):
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-@torch.library.impl("fxpar::own_slice", "CompositeExplicitAutograd")
-def _(x, dim, size, mesh, axes, stride, base):
+def _own_slice(x, dim, size, mesh, axes, stride, base):
     return x.narrow(dim, base + stride * own_shard(mesh, axes), size)
 
 
-@torch.library.impl("fxpar::own_offset", "CompositeExplicitAutograd")
-def _(mesh, axes, stride, base, device):
+def _own_offset(mesh, axes, stride, base, device):
     at = base + stride * own_shard(mesh, axes)
     return torch.full((), at, dtype=torch.int64, device=device)
+
+
+define_op(
+    "fxpar::own_slice(Tensor(a) x, int dim, SymInt size, str mesh, str axes, "
+    "SymInt stride, SymInt base) -> Tensor(a)",
+    lambda x, dim, size, *_: x.narrow(dim, 0, size),
+    _own_slice,
+)
+define_op(
+    "fxpar::own_offset(str mesh, str axes, SymInt stride, SymInt base, Device device) "
+    "-> Tensor",
+    lambda *args: torch.empty((), dtype=torch.int64, device=args[-1]),
+    _own_offset,
+)
 
 
 @functools.cache

@@ -46,6 +46,16 @@ class RowCall:
     # The dim of the rows of each tensor that it gives.
     result_dims: tuple[int, ...]
 
+    @property
+    def row_dims(self) -> dict[fx.Node, int]:
+        """Return the operands that differ by row -> the dims of their rows."""
+        pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
+        return {
+            x: d
+            for x, d in pairs
+            if d is not None and x.target is not aten.full.default
+        }
+
     def with_operands(
         self,
         build: Builder,
@@ -73,72 +83,36 @@ class RowCall:
         return build.call(self.node.target, *args, **kwargs)
 
 
-def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
-    """Return the call as one that computes rows one by one. ``row_dims``: operand ->
-    the dim of its rows. None if it does not treat these dims so."""
+def row_call(node: fx.Node, dim: int, of: fx.Node | int = 0) -> RowCall | None:
+    """Return the call as one that computes rows one by one, those along a dim of an
+    operand, or of the result at a position; None if it does not."""
     rule = by_row_rule(node)
     if rule is None:
         return None
-    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
-    row_factors = {
-        dims[row_dims[operand]] for operand, dims in pairs if operand in row_dims
-    }
-    if len(row_factors) != 1:
+    operands = tensor_nodes(node)
+    if isinstance(of, int):
+        factor = rule.results[of][dim]
+    else:
+        factor = rule.operands[operands.index(of)][dim]
+    if len(factor) != 1 or factor[0] in rule.whole:
         return None
-    (dim,) = row_factors
-    if len(dim) != 1 or dim[0] in rule.whole:
+    words = (word for dims in rule.operands for word in dims if factor[0] in word)
+    if any(word != factor for word in words):
         return None
-    operand_dims: list[int | None] = []
-    for operand, dims in pairs:
-        if operand in row_dims:
-            if dims[row_dims[operand]] != dim:
-                return None
-            operand_dims.append(row_dims[operand])
-        elif any(dim[0] in part for part in dims):
-            if dim not in dims or operand.target is not aten.full.default:
-                return None
-            operand_dims.append(dims.index(dim))
-        else:
-            operand_dims.append(None)
-    if not all(dim in dims for dims in rule.results):
+    if not all(factor in dims for dims in rule.results):
         return None
-    result_dims = tuple(dims.index(dim) for dims in rule.results)
-    return RowCall(node, tuple(operand_dims), result_dims)
+    operand_dims = [d.index(factor) if factor in d else None for d in rule.operands]
+    result_dims = tuple(dims.index(factor) for dims in rule.results)
+    call = RowCall(node, tuple(operand_dims), result_dims)
+    pairs = zip(operands, operand_dims, strict=True)
+    return call if all(call.row_dims.get(x, d) == d for x, d in pairs) else None
 
 
-def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
-    """Return the operands from which a call computes the rows along a dim of a result
-    one by one -> the dims of their rows; None if it does not."""
-    rule = by_row_rule(node)
-    if rule is None:
-        return None
-    factor = rule.results[result][dim]
-    if not factor:
-        return None
-    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
-    row_dims = {
-        operand: dims.index(factor)
-        for operand, dims in pairs
-        if factor in dims and operand.target is not aten.full.default
-    }
-    return row_dims if row_dims and row_call(node, row_dims) is not None else None
-
-
-def row_result(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Return the dim of a call's one result whose rows are computed, one by one, from
-    those along a dim of an operand; None if they are not, or there are several results.
-    """
-    value, rule = node.meta.get("val"), None
-    if node.op == "call_function" and isinstance(value, torch.Tensor):
-        rule = by_row_rule(node)
-    if rule is None:
-        return None
-    pairs = zip(tensor_nodes(node), rule.operands, strict=True)
-    factors = {dims[dim] for x, dims in pairs if x is operand}
-    result_dims = [d for d, factor in enumerate(rule.results[0]) if {factor} == factors]
-    if len(result_dims) != 1 or operand not in (rows_read(node, result_dims[0]) or {}):
-        return None
-    return result_dims[0]
+def keeps_rows(node: fx.Node, operand: fx.Node) -> bool:
+    """Return whether a call computes the rows of its result, along dim 0, one by one
+    from those of an operand."""
+    call = row_call(node, 0, operand)
+    return call is not None and call.result_dims[0] == 0
 
 
 def by_row_rule(node: fx.Node) -> Rule | None:

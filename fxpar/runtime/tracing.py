@@ -39,7 +39,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
-from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.fx.traceback import (
+    get_current_meta,
+    preserve_node_meta,
+    set_stack_trace,
+)
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
@@ -142,20 +146,31 @@ def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
     return PlanError(f"the program {what}", where=where, fix=fix)
 
 
+# The code of a call of a module.
+_CALL = nn.Module.__call__.__code__
+
+
 class UserLines(TorchFunctionMode):
-    """Gives every traced node the user's line that called the torch function."""
+    """Gives every traced node the user's line that called the torch function, and the
+    path of the innermost module in which it was called. ``paths``: those of modules."""
+
+    def __init__(self, paths: dict[nn.Module, str]) -> None:
+        super().__init__()
+        self.paths = paths
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if torch.compiler.is_dynamo_compiling():  # Dynamo gives the lines of a body
             return func(*args, **(kwargs or {}))
+        frames = list(traceback.walk_stack(sys._getframe(1)))
         lines = [
             f'  File "{path}", line {number}, in {name}\n'
             f"    {linecache.getline(path, number).strip()}\n"
-            for path, number, name in islice(
-                _users(traceback.walk_stack(sys._getframe(1))), 8
-            )
+            for path, number, name in islice(_users(frames), 8)
         ]
         set_stack_trace(lines[::-1])
+        calls = (frame.f_locals["self"] for frame, _ in frames if frame.f_code is _CALL)
+        modules = ({"": (self.paths[x], type(x))} for x in calls if x in self.paths)
+        get_current_meta()["nn_module_stack"] = next(modules, {})
         return func(*args, **(kwargs or {}))
 
 
@@ -189,8 +204,11 @@ class _Program(nn.Module):
         # By the name by which the callable reaches it; "" for the callable itself.
         self.used = modules
         self.names: dict[str, str] = {}
+        self.paths: dict[nn.Module, str] = {}
         self.swapped = contextlib.ExitStack()
         for prefix, module in modules.items():
+            for name, part in module.named_modules():
+                self.paths.setdefault(part, _full(prefix, name))
             for name, parameter in module.named_parameters():
                 self.register_parameter(self._key(_full(prefix, name)), parameter)
             for name, buffer in module.named_buffers():
@@ -206,8 +224,9 @@ class _Program(nn.Module):
         new tensors of buffers."""
         args, kwargs = self.call.unflatten(tensors)
         self._swap_tensors()
-        with UserLines():
+        with UserLines(self.paths):
             result = self.call.fn(*args, **kwargs)
+        get_current_meta().pop("nn_module_stack", None)
         leaves, self.call.out_tree = _torch.fake.tree_flatten(result)
         self.call.out_leaves = [
             TENSOR if isinstance(x, torch.Tensor) else x for x in leaves

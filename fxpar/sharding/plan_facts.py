@@ -4,11 +4,10 @@ modules; and the Decision that a saved Plan holds.
 An op belongs to a module, ``forward/layers.0.mlp`` or ``backward/layers.0.mlp``; the
 path is empty for an op that belongs to none.
 
-Dynamo notes the modules a node was called in. A graph that was traced without it is
-read by its parameters: an op that reads ``layers.0.mlp.weight`` belongs to
-``layers.0.mlp``, one between two such ops to the path that both share, or to the layer
-whose calls share its source lines. An op of the backward belongs to the module of the
-forward op that autograd made it for, which has the same ``seq_nr``.
+Tracing notes the modules a node was called in. An op of the backward belongs to the
+module of the forward op that autograd made it for, which has the same ``seq_nr``; a sum
+of gradients, to the path that the ops before and after it share, or to the layer of the
+one before.
 
 ``describe``. In: a Decision with its Program, and facts of its local graph. Out: a
 Plan. ``recall``. In: a Program, a Mesh, a saved Plan; names may differ in their
@@ -24,7 +23,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise, takewhile, zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from torch import fx
@@ -44,7 +43,6 @@ from fxpar.sharding.strategy import Strategy, fits, specs
 Path = tuple[str, ...]
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
-_FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 _ROOT = re.compile(r"^L\['\w+'\]")
 _KEY = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 
@@ -55,25 +53,20 @@ def owners(program: Program) -> list[str]:
     nodes = backward_of(ops[0].node.graph) if ops else set()
     in_backward = [op.node in nodes for op in ops]
     paths = [module_path(op.node) for op in ops]
-    forward = [op.index for op in ops if not in_backward[op.index]]
-    if any(path is not None for path in paths):
-        for i in forward:
-            paths[i] = paths[i] or ()
-    else:
-        for i, path in _readers(program).items():
-            paths[i] = None if in_backward[i] else path
-        _fill([ops[i] for i in forward], paths)
     path_of_call: dict[Any, Path | None] = {}
-    for i in forward:
-        # The first op with a number is the one that autograd saw: later ones, which
-        # need no gradient, carry the number of the last that did.
-        path_of_call.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
+    for op in ops:
+        if not in_backward[op.index]:
+            paths[op.index] = paths[op.index] or ()
+            # The first op with a number is the one that autograd saw: later ones, which
+            # need no gradient, carry the number of the last that did.
+            path_of_call.setdefault(op.node.meta.get("seq_nr"), paths[op.index])
     backward = [op.index for op in ops if in_backward[op.index]]
     for i in backward:
         # A sum of gradients has the number of the op that autograd saw last.
         if paths[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
             paths[i] = path_of_call.get(ops[i].node.meta.get("seq_nr"))
-    _fill([ops[i] for i in backward], paths)
+    for i, path in zip(backward, _filled([paths[i] for i in backward]), strict=True):
+        paths[i] = path
     return [
         ("backward/" if is_late else "forward/") + ".".join(path or ())
         for is_late, path in zip(in_backward, paths, strict=True)
@@ -91,53 +84,23 @@ def module_path(node: fx.Node) -> Path | None:
     return tuple(part for part in text.split(".") if part)
 
 
-def _readers(program: Program) -> dict[int, Path]:
-    """Return op -> module for ops that read a parameter or buffer, or a value made of
-    one alone."""
-    owned: dict[int, Path] = {}
-    for declared, v in program.tensor_inputs:
-        if declared.kind in ("parameter", "buffer"):
-            owned[v] = tuple(declared.name.split("."))[:-1]
-    out = {}
-    for op in program.ops:
-        paths = [owned[v] for v in op.operands if v in owned]
-        if paths:
-            out[op.index] = paths[0]
-            if len(paths) == len(op.operands):
-                owned |= dict.fromkeys(op.results, paths[0])
+def _filled(paths: Sequence[Path | None]) -> list[Path]:
+    """Return the paths with those that lack between their nearest neighbours."""
+    neighbors: list[Path] = [(), *(path for path in paths if path is not None), ()]
+    out: list[Path] = []
+    count = 0
+    for path in paths:
+        count += path is not None
+        out.append(_between(*neighbors[count : count + 2]) if path is None else path)
     return out
 
 
-def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
-    """Set the modules of ops that have none from their nearest neighbours that have
-    one: the path that both share, or, longer than it, the layer of the neighbour that
-    shares more source lines, in doubt the earlier one."""
-    labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
-    # Repeated layers have the same few traces.
-    frames_of = cache(lambda trace: frozenset(_FRAME.findall(trace)))
-    frames = [frames_of(op.node.meta.get("stack_trace") or "") for op in ops]
-    layers = _layers(path for path in paths if path is not None)
-    for a, b in pairwise([None, *labelled, None]):
-        before = paths[ops[a].index] or () if a is not None else ()
-        after = paths[ops[b].index] or () if b is not None else ()
-        for k in range(0 if a is None else a + 1, len(ops) if b is None else b):
-            like_a = len(frames[k] & frames[a]) if a is not None else 0
-            like_b = len(frames[k] & frames[b]) if b is not None else 0
-            path = after if like_b > like_a else before
-            shared = _shared(before, after)
-            inner = (path[:end] for end in range(len(shared) + 1, len(path) + 1))
-            paths[ops[k].index] = next((p for p in inner if p in layers), shared)
-
-
-def _layers(paths: Iterable[Path]) -> set[Path]:
-    """Return modules that are named by a number and hold modules, as layers do."""
-    heads = (path[:end] for path in set(paths) for end in range(1, len(path)))
-    return {head for head in heads if head[-1].isdigit()}
-
-
-def _shared(a: Path, b: Path) -> Path:
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return tuple(part for part, _ in same)
+def _between(before: Path, after: Path) -> Path:
+    """Return the path that both share, or, longer than it, the layer of the first."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    shared = tuple(part for part, _ in same)
+    inner = (before[:end] for end in range(len(shared) + 1, len(before) + 1))
+    return next((path for path in inner if path[-1].isdigit()), shared)
 
 
 # The number of most expensive reshards that a plan lists.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
@@ -20,7 +21,7 @@ from fxpar.fusion.overlap_candidates import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.graph import collective_nodes
-from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run
+from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.simulate_step import Timeline, Traffic
 from fxpar.sharding.cost.fused_kernels import Launches
 from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
@@ -222,11 +223,11 @@ def test_no_program_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("[_, _]", (1024, 64)), *[("[_, _]", (64, 64))] * 3
     toy, programs = Toy(gathered_activations, *given), list[str]()
 
-    def seen(phases: PhasesAsRun) -> Launches:
-        programs.append("".join(map(str, phases.graphs)))
-        return launches_as_run(phases)
+    def seen(graph: fx.Graph) -> Launches:
+        programs.append(str(graph))
+        return launches_of(graph)
 
-    monkeypatch.setattr(choose_schedule, "launches_as_run", seen)
+    monkeypatch.setattr(choose_schedule, "launches_of", seen)
     chosen = choose(begin(graph_of(toy), toy.mesh, hardware_of("slow")))
     assert chosen.seconds[0] > 0
     assert len(programs) == len(set(programs))

@@ -12,12 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.graph.builder import Builder
-from fxpar.passes.order.copy_buckets import (
-    LEAST,
-    copy_into_buckets,
-    copy_together,
-    scale_buckets,
-)
+from fxpar.passes.order.copy_buckets import LEAST, copy_into_buckets, copy_together
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -186,59 +181,3 @@ def test_a_part_that_is_a_result_stays_a_view() -> None:
     text = str(module.graph)
     copy_together(module.graph)
     assert str(module.graph) == text
-
-
-def reduced(divisors: tuple[int, ...], *, is_read: bool) -> fx.Graph:
-    """A bucket that is reduced and split; each part is divided, and read or not."""
-    with FakeTensorMode() as mode:
-        graph, value = fx.Graph(), torch.empty(1, 12)
-    build = Builder(graph, mode)
-    x = graph.placeholder("x")
-    x.meta["val"] = value
-    total = build.call(c10d.all_reduce.default, x, "sum", "0")
-    wait = build.call(c10d.wait_tensor.default, total)
-    parts = []
-    for i, divisor in enumerate(divisors):
-        piece = build.call(aten.slice.Tensor, wait, 1, 4 * i, 4 * i + 4)
-        part = build.call(aten.reshape.default, piece, [2, 2])
-        parts.append(build.call(aten.div.Scalar, part, divisor))
-        if is_read:
-            parts[-1] = build.call(aten.neg.default, parts[-1])
-    graph.output(tuple(parts))
-    return graph
-
-
-@pytest.mark.parametrize(
-    ("divisors", "is_read", "count"),
-    [((2, 2, 2), False, 1), ((2, 2, 3), False, 3), ((2, 2, 2), True, 3)],
-)
-def test_a_reduced_bucket_is_divided_at_once(
-    divisors: tuple[int, ...], is_read: bool, count: int
-) -> None:
-    graph, plain = (reduced(divisors, is_read=is_read) for _ in range(2))
-    scale_buckets(graph)
-    graph.lint()
-    divisions = graph.find_nodes(op="call_function", target=aten.div.Scalar)
-    assert len(divisions) == count
-    for each in (graph, plain):
-        for kind in (c10d.all_reduce.default, c10d.wait_tensor.default):
-            (node,) = each.find_nodes(op="call_function", target=kind)
-            node.replace_all_uses_with(node.args[0])
-            each.erase_node(node)
-    x = torch.randn(1, 12)
-    for value, want in zip(
-        fx.GraphModule({}, graph)(x), fx.GraphModule({}, plain)(x), strict=True
-    ):
-        assert torch.equal(value, want)
-
-
-def test_a_part_that_is_divided_twice_is_no_other_part() -> None:
-    """One is divided twice, the other is not read: as many divisions as parts."""
-    graph = reduced((2, 2), is_read=False)
-    first, second = graph.output_node().args[0]
-    with graph.inserting_after(first):
-        again = graph.node_copy(first)
-    second.replace_all_uses_with(again)
-    graph.erase_node(second)
-    scale_buckets(graph)
-    assert [node.args[0] for node in graph.output_node().args[0]] == [first.args[0]] * 2

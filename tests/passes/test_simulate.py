@@ -13,7 +13,6 @@ import math
 import operator
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -33,12 +32,9 @@ from fxpar.choose_plan import fastest_plan
 from fxpar.errors import PlanError
 from fxpar.graph.builder import Builder
 from fxpar.passes.order.forward_backward import (
-    Orders,
     as_run,
-    split_phases,
 )
-from fxpar.passes.order.order_collectives import Settings
-from fxpar.passes.simulate.launches import launches_as_run, launches_of
+from fxpar.passes.simulate.launches import launches_of
 from fxpar.passes.simulate.simulate_step import Simulation, Task, Timeline, simulate
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall, read_signature
@@ -778,29 +774,12 @@ def test_a_forward_is_copied_once():
     assert kept.isdisjoint(id(node.meta) for node in run.nodes)
 
 
-def test_launches_of_phases_are_those_of_both_in_one_graph():
-    """Again and again: reading changes nothing."""
-    for tag in (False, True):
-        parts = split_phases(joint(tag=tag))
-        orders, steps = Orders(parts), []
-        for settings in (Settings(), Settings(bucket=0), Settings()):
-            phases = orders.as_run(settings)
-            launches, again = launches_as_run(phases), launches_as_run(phases)
-            apart = [
-                simulate(parts.graph, machine().on(MESH), machine(), launches=each)
-                for each in (launches, again)
-            ]
-            whole = as_run(parts.graph, settings=settings)
-            together = simulate(whole, machine().on(MESH), machine())
-            for step in apart:
-                assert [replace(e, name="", of=None) for e in step.events] == [
-                    replace(e, name="", of=None) for e in together.events
-                ]
-                assert replace(step, events=(), held=()) == replace(
-                    together, events=(), held=()
-                )
-            steps.append(apart[0])
-        assert steps[0] == steps[2]
+def test_what_is_computed_again_is_named_so():
+    names = {node.name for node in as_run(joint(tag=True)).nodes}
+    again = {name for name in names if name.endswith("_again")}
+    gather = "all_gather_into_tensor_default_1"
+    assert again == {f"{gather}_again", "wait_gather_default_again"}
+    assert {gather, "mm_default", "mm_default_1", "mm_default_2"} <= names
 
 
 def test_tagged_values_are_made_again_in_the_backward():

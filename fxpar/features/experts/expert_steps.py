@@ -26,7 +26,7 @@ from fxpar.features.experts.normalize_experts import (
 )
 from fxpar.graph.builder import shape_of
 from fxpar.passes.order.order_collectives import of_build
-from fxpar.passes.row_wise import row_result
+from fxpar.passes.row_wise import keeps_rows
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.runtime.steps.plan_steps import parts_of
 from fxpar.sharding.cost.collectives import along
@@ -240,7 +240,7 @@ def _is_split_at_rest(weight: fx.Node, request: Request, axes: Axes) -> bool:
     over the axes."""
     while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
         (source,) = weight.all_input_nodes
-        if row_result(weight, source, 0) != 0:
+        if not keeps_rows(weight, source):
             return False
         weight = source
     if weight.op != "placeholder":
@@ -265,7 +265,7 @@ def _readers(gradients: Sequence[fx.Node]) -> Iterator[fx.Node]:
             facts = op_facts_of(user.target)
             passes = facts.casts or facts.renames or facts.reshapes or facts.permutes
             passes = passes or user.target in (aten.clone.default, aten.add.Tensor)
-            if not passes or not all(row_result(user, x, 0) == 0 for x in operands):
+            if not passes or not all(keeps_rows(user, x) for x in operands):
                 yield user
             elif user not in passed:
                 passed.add(user)

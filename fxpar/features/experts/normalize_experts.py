@@ -484,8 +484,9 @@ class Mixture:
         """Return the result, over rows in place, of a call that computes rows one by
         one."""
         operands = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
-        call = row_call(node, {x: rows.dim for x, rows in operands.items()})
-        if call is None:
+        row_dims = {x: rows.dim for x, rows in operands.items()}
+        call = next((row_call(node, dim, x) for x, dim in row_dims.items()), None)
+        if call is None or call.row_dims != row_dims:
             return None
         plain_rows = self._plain_rows(node, operands)
         if len(plain_rows) == len(operands):

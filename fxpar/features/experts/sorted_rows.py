@@ -30,7 +30,7 @@ from fxpar.graph.builder import PART, STAGE, Builder, shape_of
 from fxpar.graph.collective_nodes import all_to_all, axes_of
 from fxpar.graph.custom_ops import group_name
 from fxpar.graph.exact_ops import NONE, RETURN, SEND
-from fxpar.passes.row_wise import call_of, row_call, rows_read
+from fxpar.passes.row_wise import RowCall, call_of, row_call
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.rank_ints import PLACES
 
@@ -134,7 +134,8 @@ class _InOrder:
     def _can_compute_in_order(self, node: fx.Node, dim: int) -> bool:
         if dim == 0 and _put_back(node, self.order) is not None:
             return True
-        operands = _row_operands(node, dim)
+        call = _row_call_of(node, dim)
+        operands = {} if call is None else call.row_dims
         ordered = {x: d for x, d in operands.items() if self.can_be_in_order(x, d)}
         return bool(ordered) and all(
             d == 0 for x, d in operands.items() if x not in ordered
@@ -153,13 +154,12 @@ class _InOrder:
             return rows
         if not self.can_be_in_order(node, dim):
             return self.build.call(aten.index.Tensor, node, [self.order])
-        operands = _row_operands(node, dim)
         source, i = call_of(node)
         key = source, -1  # one call for all its results
         if key not in self._in_order:
-            call = row_call(source, operands)
+            call = _row_call_of(node, dim)
             assert call is not None
-            in_order = {x: self.of(x, d) for x, d in operands.items()}
+            in_order = {x: self.of(x, d) for x, d in call.row_dims.items()}
             self._in_order[key] = call.with_operands(self.build, in_order, self.rows)
         result = self._in_order[key]
         return (
@@ -167,17 +167,16 @@ class _InOrder:
         )
 
 
-def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
-    """Return the operands that a value is computed from row by row -> the dim of their
-    rows; none if it is not."""
+def _row_call_of(node: fx.Node, dim: int) -> RowCall | None:
+    """Return the call that computes a value row by row; None if none does."""
     source, i = call_of(node)
     value = source.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     if source.op != "call_function" or not all(
         isinstance(x, torch.Tensor) for x in tensors
     ):
-        return {}
-    return rows_read(source, dim, i) or {}
+        return None
+    return row_call(source, dim, i)
 
 
 def _join_equal_calls(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from fxpar.graph.builder import Builder, custom_of, put_after_reads, region_of
 from fxpar.layers import numbered, rows_of_layers
 from fxpar.passes.order.delay_work import WAIT, from_inputs, hoist, is_cheap, is_chunk
 from fxpar.passes.order.outline_layers import LEAST_CALLS
-from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.cost.op import is_light, nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import descendants, phase_of
 
@@ -292,33 +292,9 @@ def join_buckets(
         put_after_reads(graph)
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Holds the elements of a node that a bucket has: all, or part of its one row."""
-
-    # The node that has the elements.
-    node: fx.Node
-    # The first element, along dim 1.
-    begin: int = 0
-    # After the last. None: all of the node, whatever its shape.
-    end: int | None = None
-
-    def with_next(self, other: _Stretch) -> _Stretch | None:
-        """Return both as one if the other starts where this one ends, else None."""
-        if self.end is None or (self.node, self.end) != (other.node, other.begin):
-            return None
-        return replace(self, end=other.end)
-
-    def build(self, rewriter: Builder, rows: int) -> fx.Node:
-        if self.end is None:
-            return rewriter.call(aten.reshape.default, self.node, [rows, -1])
-        if (self.begin, self.end) == (0, self.node.meta["val"].shape[1]):
-            return self.node
-        return rewriter.call(aten.slice.Tensor, self.node, 1, self.begin, self.end)
-
-
-def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
-    """Return a node's stretch; for a part made by ``_split_result``, one of its row."""
+def _stretch_of(node: fx.Node, rows: int) -> tuple[fx.Node, int, int | None]:
+    """Return (node that has the elements, the first, after the last): for a part made
+    by ``_split_result`` those of its one row, else all of the node, with None."""
     if rows == 1 and node.target is aten.reshape.default:
         piece = node.args[0]
         if piece.target is aten.slice.Tensor and len(piece.args) == 4:
@@ -327,22 +303,28 @@ def _stretch_of(node: fx.Node, rows: int) -> _Stretch:
             closed = all(type(n) is int for n in (begin, end, *value.shape))
             is_row = closed and value.dim() == 2 and len(value) == 1 and dim == 1
             if is_row and value.is_contiguous() and 0 <= begin <= end <= value.shape[1]:
-                return _Stretch(row, begin, end)
-    return _Stretch(node)
+                return row, begin, end
+    return node, 0, None
 
 
 def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     """Return the operands, each viewed as [rows, ...], joined along dim 1. Neighbours
     in the row of another bucket are read from it as one slice."""
-    stretches: list[_Stretch] = []
+    stretches: list[tuple[fx.Node, int, int | None]] = []
     for node in nodes:
-        stretch = _stretch_of(node, rows)
-        both = stretches[-1].with_next(stretch) if stretches else None
-        if both is None:
-            stretches.append(stretch)
+        source, begin, end = _stretch_of(node, rows)
+        if end is not None and stretches and stretches[-1][::2] == (source, begin):
+            begin = stretches.pop()[1]
+        stretches.append((source, begin, end))
+    parts = []
+    for node, begin, end in stretches:
+        if end is None:
+            part = rewriter.call(aten.reshape.default, node, [rows, -1])
+        elif (begin, end) == (0, node.meta["val"].shape[1]):
+            part = node
         else:
-            stretches[-1] = both
-    parts = [stretch.build(rewriter, rows) for stretch in stretches]
+            part = rewriter.call(aten.slice.Tensor, node, 1, begin, end)
+        parts.append(part)
     return parts[0] if len(parts) == 1 else rewriter.call(aten.cat.default, parts, 1)
 
 
@@ -384,4 +366,27 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         rows = ranks if kind is _SCATTER else 1
         bucket = _flat(rewriter, [m.args[0] for m in members], rows)
         wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
-        _split_result(rewriter, wait, ranks if kind is _GATHER else 1, members)
+        whole = _scaled(rewriter, wait, members)
+        _split_result(rewriter, whole, ranks if kind is _GATHER else 1, members)
+
+
+def _scaled(rewriter: Builder, bucket: fx.Node, members: Sequence[fx.Node]) -> fx.Node:
+    """Return a bucket multiplied or divided by a number at once, where each of its
+    parts is, once, and nothing that could be fused with it reads the result: all are
+    gradients of which the mean over ranks is taken. Else return the bucket."""
+    scaled = [n for member in members for wait in member.users for n in wait.users]
+    if not _SCALINGS.issuperset(node.target for node in scaled):
+        return bucket
+    calls = {(node.target, *node.args[1:]) for node in scaled}
+    is_read = any(is_light(user.target) for node in scaled for user in node.users)
+    count = len({node.args[0] for node in scaled})
+    if is_read or len(calls) > 1 or not count == len(scaled) == len(members):
+        return bucket
+    for node in scaled:
+        rewriter.replace(node, node.args[0])
+    ((target, number),) = calls
+    return rewriter.call(target, bucket, number)
+
+
+# Ops on a tensor and a number.
+_SCALINGS = {aten.div.Scalar, aten.mul.Scalar}

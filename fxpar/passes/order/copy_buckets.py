@@ -17,13 +17,7 @@ from fxpar._torch.objects import argument
 from fxpar.graph.custom_ops import register_lowerings
 from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.outline_layers import INVOKE
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    is_contraction,
-    is_light,
-    is_view,
-    viewed,
-)
+from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -35,7 +29,6 @@ def copy_together(graph: fx.Graph) -> None:
     place: its code, and the time to generate and to compile it, would grow with the
     parameters of a model."""
     copy_into_buckets(graph)
-    scale_buckets(graph)
     split_buckets(graph)
 
 
@@ -58,41 +51,6 @@ def copy_into_buckets(graph: fx.Graph) -> None:
             register_lowerings()
             node.args, node.kwargs = (parts, argument(node, "dim")), {}
             node.target = torch.ops.fxpar.join.default
-
-
-def scale_buckets(graph: fx.Graph) -> None:
-    """Multiply or divide a reduced bucket by a number at once, where each of its parts
-    is and nothing that could be fused with it reads the result: all are gradients of
-    which the mean over ranks is taken."""
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
-        pieces = list(wait.users)
-        parts = [user for piece in pieces for user in piece.users]
-        scaled = [user for part in parts for user in part.users]
-        if len(pieces) < 2 or any(len(n.users) != 1 for n in (*pieces, *parts)):
-            continue
-        if not all(map(is_view, (*pieces, *parts))):
-            continue
-        if not _SCALINGS.issuperset(node.target for node in scaled):
-            continue
-        if any(is_light(reader.target) for node in scaled for reader in node.users):
-            continue
-        kinds = {(node.target, *node.args[1:]) for node in scaled}
-        if len(kinds) > 1:
-            continue
-        ((target, number),) = kinds
-        with graph.inserting_after(wait):
-            whole = graph.call_function(target, (wait, number))
-        dtype = scaled[0].meta["val"].dtype
-        value = torch.empty_like(wait.meta["val"], dtype=dtype)
-        whole.meta = scaled[0].meta | {"val": value}
-        for piece, part, node in zip(pieces, parts, scaled, strict=True):
-            piece.replace_input_with(wait, whole)
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
-
-
-# Ops on a tensor and a number.
-_SCALINGS = {aten.div.Scalar, aten.mul.Scalar}
 
 
 def split_buckets(graph: fx.Graph) -> None:

@@ -4,8 +4,8 @@ In: a local graph, joint or not. Out: a new graph with the same results, in whic
 are in the order of the compiled program: values that the backward needs are saved or
 recomputed in the backward, and ``schedule`` has run on both. It is for
 ``simulate_step``; the program that runs is split by AOTAutograd, from the bound graph.
-``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` has a split graph in
-the orders of several settings. Never: the given graph changes.
+``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` says which settings
+give one order. Never: the given graph changes.
 
 ``tag`` tags a graph for AOTAutograd's partitioner, in place, by three functions:
 
@@ -28,7 +28,7 @@ would not take part in a second gather.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,20 +38,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.graph.builder import PLACE, part_of
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
-from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable, join_buckets
+from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
 from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
-    BEHIND_BUCKETS,
     DEFAULT,
-    LAST,
     PhaseGraph,
     Settings,
     buckets_of,
     gathers_started,
     schedule,
 )
-from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
@@ -143,7 +140,7 @@ def split_phases(graph: fx.Graph) -> PhasedGraph:
 
 
 def as_run(
-    graph: fx.Graph,
+    graph: fx.Graph | PhasedGraph,
     *,
     disable: Collection[str] = (),
     settings: Settings = DEFAULT,
@@ -151,9 +148,10 @@ def as_run(
     """Return the graph in the order in which it runs; ``disable``: passes of
     ``schedule`` to leave out; ``settings``: for the others.
 
-    Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
+    Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them; the
+    names of those that the forward has too, and computes first, end in "_again".
     """
-    parts = split_phases(graph)
+    parts = graph if isinstance(graph, PhasedGraph) else split_phases(graph)
     phases = [phase_graph(parts, i) for i in range(parts.count)]
     for phase in phases:
         schedule(
@@ -207,21 +205,21 @@ def _memory_layout(node: fx.Node) -> Any:
     return value.dtype, tuple(value.shape), value.stride()
 
 
-def phase_graph(parts: PhasedGraph, i: int, settings: Settings = DEFAULT) -> PhaseGraph:
+def phase_graph(parts: PhasedGraph, i: int) -> PhaseGraph:
     """Return a copy of the forward (0) or the backward (1) by itself, before it is
     ordered; of the whole graph if it has no backward."""
     results = list(parts.graph.output_node().args[0])
     if parts.count == 1:
         whole = part_of(parts.inputs, parts.forward, results)
         of_step = any(map(phase_of, parts.forward))  # which has its backward inside
-        return PhaseGraph(whole, of_step, settings)
+        return PhaseGraph(whole, of_step)
     pairs = zip(results, parts.is_gradient, strict=True)
     own = [result for result, is_gradient in pairs if is_gradient == bool(i)]
     if i == 0:
         graph = part_of(parts.inputs, parts.forward, [*own, *parts.saved])
     else:
         graph = part_of([*parts.inputs, *parts.saved], parts.backward, own)
-    return PhaseGraph(graph, bool(i), settings)
+    return PhaseGraph(graph, bool(i))
 
 
 def _joined(
@@ -237,6 +235,10 @@ def _joined(
     operands = [*forward.find_nodes(op="placeholder"), *results[count:]]
     forward.erase_node(end)
     inputs = backward.find_nodes(op="placeholder")
+    names = {node.name for node in forward.nodes}
+    for node in backward.nodes:
+        if node.name in names:
+            node.name = f"{node.name}_again"
     grads: Any = forward.graph_copy(backward, dict(zip(inputs, operands, strict=True)))
     of = iter(results[:count]), iter(grads)
     forward.output([next(of[is_late]) for is_late in is_backward])
@@ -244,63 +246,24 @@ def _joined(
 
 
 class Orders:
-    """Orders a split graph under one settings after the other, with a cache."""
+    """Says which settings give a split graph one order."""
 
     def __init__(self, parts: PhasedGraph) -> None:
         self.parts = parts
-        self._phases = [_PhaseOrders(parts, i) for i in range(parts.count)]
+        # For each phase, what it can join, and how many gathers may start ahead.
+        self._phases: list[tuple[Joinable, int]] = []
+        for i in range(parts.count):
+            phase = phase_graph(parts, i)
+            for row in BEFORE_BUCKETS:
+                row.run(phase.graph, phase)
+            joinable = Joinable(())
+            if phase.waits:
+                joinable = Joinable.of(phase.graph, reductions=phase.backward)
+            self._phases.append((joinable, gathers_started(phase.graph)))
 
     def of(self, settings: Settings) -> Hashable:
         """Return a key that is equal for settings that give the graph one order."""
-        return tuple(phase.of(settings) for phase in self._phases)
-
-    def as_run(self, settings: Settings) -> PhasesAsRun:
-        """Return the phases in the order of settings."""
-        graphs = [phase.graph(settings) for phase in self._phases]
-        return PhasesAsRun(tuple(graphs), self.parts.is_gradient)
-
-
-class _PhaseOrders:
-    """Orders one phase. ``started``: number of gathers that may start ahead."""
-
-    def __init__(self, parts: PhasedGraph, i: int) -> None:
-        self._parts, self._i = parts, i
-        self._ordered: dict[Hashable, fx.Graph] = {}
-        first = self._fresh(DEFAULT)
-        self._first: PhaseGraph | None = first
-        self.started = gathers_started(first.graph)
-        self._joinable = (
-            Joinable.of(first.graph, reductions=first.backward)
-            if first.waits
-            else Joinable(())
+        return tuple(
+            (max(1, min(settings.ahead, started - 1)), buckets_of(joinable, settings))
+            for joinable, started in self._phases
         )
-
-    def _fresh(self, settings: Settings) -> PhaseGraph:
-        """Return a copy of the phase after the passes before "bucket"."""
-        phase = phase_graph(self._parts, self._i, settings)
-        for row in BEFORE_BUCKETS:
-            row.run(phase.graph, phase)
-        return phase
-
-    def of(self, settings: Settings) -> Hashable:
-        """Return a key that is equal for settings that give the phase one order."""
-        ahead = max(1, min(settings.ahead, self.started - 1))
-        return ahead, buckets_of(self._joinable, settings)
-
-    def graph(self, settings: Settings) -> fx.Graph:
-        """Return the phase in the order of settings; it must not be changed."""
-        order = self.of(settings)
-        if order not in self._ordered:
-            self._ordered[order] = self._order(settings)
-        return self._ordered[order]
-
-    def _order(self, settings: Settings) -> fx.Graph:
-        """Return an ordered copy; the first call uses the copy made in ``__init__``."""
-        first, self._first = self._first, None
-        phase = replace(first, settings=settings) if first else self._fresh(settings)
-        if phase.waits:
-            buckets = buckets_of(self._joinable, settings)
-            join_buckets(phase.graph, phase.build, buckets)
-        for row in (*BEHIND_BUCKETS, *LAST):
-            row.run(phase.graph, phase)
-        return phase.graph

@@ -60,7 +60,7 @@ from fxpar.passes.order.delay_work import (
 from fxpar.passes.simulate.launches import KINDS
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
-from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.cost.recompute import computed_again, with_operands
 from fxpar.sharding.op_facts import is_draw, is_random
 from fxpar.sharding.program import PHASE, descendants, phase_of
 
@@ -313,8 +313,16 @@ def recompute_in_step(graph: fx.Graph) -> None:
         if _can_repeat(node) and changed.isdisjoint(map(viewed, node.all_input_nodes))
     }
     copies: dict[fx.Node, fx.Node] = {}
-    for node in late:
-        _copy_operands(graph, node, recomputed, copies)
+    pending: list[fx.Node] = []
+    for node in with_operands(late, late, recomputed):
+        if node in recomputed:
+            pending.append(node)
+            continue
+        with graph.inserting_before(node):
+            for each in sorted(pending):
+                copies[each] = copy = graph.node_copy(each, lambda n: copies.get(n, n))
+                copy.meta["custom"] = custom_of(each) | {PHASE: "backward"}
+        pending.clear()
         node.args = fx.node.map_arg(node.args, lambda n: copies.get(n, n))
         node.kwargs = fx.node.map_arg(node.kwargs, lambda n: copies.get(n, n))
     for node in reversed(calls):
@@ -332,26 +340,6 @@ def _can_repeat(node: fx.Node) -> bool:
     tensors = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     is_core = getattr(node.target, "namespace", "") in ("aten", "prims")
     return tensors and is_core and not is_draw(node)
-
-
-def _copy_operands(
-    graph: fx.Graph,
-    reader: fx.Node,
-    recomputed: set[fx.Node],
-    copies: dict[fx.Node, fx.Node],
-) -> None:
-    """Insert copies of the recomputed nodes that a node depends on before it."""
-    missing, stack = set[fx.Node](), [reader]
-    while stack:
-        reads = set(stack.pop().all_input_nodes) & recomputed
-        new = reads - missing - copies.keys()
-        missing |= new
-        stack += new
-    with graph.inserting_before(reader):
-        for node in sorted(missing):
-            operands = {n: copies.get(n, n) for n in node.all_input_nodes}
-            copies[node] = copy = graph.node_copy(node, operands.__getitem__)
-            copy.meta["custom"] = custom_of(node) | {PHASE: "backward"}
 
 
 # Bytes that may be held for longer, in all.
@@ -423,13 +411,9 @@ def _can_start(node: fx.Node) -> bool:
 def _is_only_for_scalars(node: fx.Node, last: Collection[fx.Node]) -> bool:
     """Return whether a node leads only to outputs of one element, such as a loss, by
     nodes in ``last``."""
-    for user in node.users:
-        if user.op == "output":
-            if not _is_one(node):
-                return False
-        elif user not in last:
-            return False
-    return bool(node.users)
+    return bool(node.users) and all(
+        _is_one(node) if user.op == "output" else user in last for user in node.users
+    )
 
 
 def _is_one(node: fx.Node) -> bool:
@@ -512,6 +496,5 @@ LAST = (
     Pass("delay", lambda graph, _: delay(graph), stage="scheduled"),
 )
 
-# The passes of ``ORDER`` before "bucket", which do not depend on settings, and after.
-_BUCKETS = [row.name for row in ORDER].index("bucket")
-BEFORE_BUCKETS, BEHIND_BUCKETS = ORDER[:_BUCKETS], ORDER[_BUCKETS + 1 :]
+# The passes of ``ORDER`` before "bucket", which do not depend on settings.
+BEFORE_BUCKETS = ORDER[: [row.name for row in ORDER].index("bucket")]

@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import RuleError, warn
 from fxpar.passes.localize import insert_reshards, localize
-from fxpar.passes.simulate.emulate_collectives import gather
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Passage, Rule
@@ -141,7 +142,7 @@ class OneOp:
         specs = self.specs(strategy)
         n = len(self.operands)
         parts = [
-            summands(x, spec, mesh, generator)
+            scatter(x.clone(), spec, mesh, partial(decomposed, generator=generator))
             for x, spec in zip(self.operands, specs[:n], strict=True)
         ]
         ranks = [[part[r] for part in parts] for r in range(mesh.size)]
@@ -182,32 +183,6 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     """Return the same numbers in a dtype that can be compared: few ops take 8-bit
     floats."""
     return x.float() if x.dtype.itemsize == 1 and x.is_floating_point() else x
-
-
-def summands(
-    x: torch.Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator
-) -> list[torch.Tensor]:
-    """Return each rank's part of a global value: its shard of random summands of it.
-    Ranks with the same part share the object."""
-    parts: dict[tuple[int, ...], torch.Tensor] = {(): x}
-    for axis, reduction in spec.partial:
-        parts = {
-            (*key, i): part
-            for key, value in parts.items()
-            for i, part in enumerate(
-                decomposed(value, reduction, mesh.axis_size(axis), generator)
-            )
-        }
-    shards: dict[Any, torch.Tensor] = {}
-    out = []
-    for rank in range(mesh.size):
-        key = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
-        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
-        if (key, shard) not in shards:
-            where = spec.slices(mesh, x.shape, rank)
-            shards[key, shard] = parts[key][where].clone()
-        out.append(shards[key, shard])
-    return out
 
 
 def decomposed(

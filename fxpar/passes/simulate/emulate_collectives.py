@@ -111,12 +111,7 @@ def _gather_matmul(args: Ranks) -> Ranks:
 
 def _matmul_scatter(args: Ranks) -> Ranks:
     _, _, op, dim, *_ = args[0]
-    return _scattered([x @ w for x, w, *_ in args], dim, op)
-
-
-def _scattered(members: Ranks, dim: int, op: str) -> Ranks:
-    total = reduced(members, op)
-    return [part.contiguous() for part in total.chunk(len(members), dim)]
+    return reduce_scatter([x @ w for x, w, *_ in args], op, dim=dim)
 
 
 def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -137,15 +132,15 @@ def all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
     return [reduced(members, op)] * len(members)
 
 
-def reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
-    """Return a part of the reduction, along dim 0, for each member."""
+def reduce_scatter(members: Ranks, op: str, *_: Any, dim: int = 0) -> Ranks:
+    """Return a part of the reduction for each member."""
     total = reduced(members, op)
-    return list(total.tensor_split(len(members)))
+    return [part.contiguous() for part in total.tensor_split(len(members), dim)]
 
 
-def all_gather(members: Ranks, *_: Any) -> Ranks:
-    """Return all values joined along dim 0, for each member."""
-    return [torch.cat(members)] * len(members)
+def all_gather(members: Ranks, *_: Any, dim: int = 0) -> Ranks:
+    """Return all values joined for each member."""
+    return [torch.cat(members, dim)] * len(members)
 
 
 def all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
@@ -194,36 +189,46 @@ def _exchange_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
 # Kind -> the collective of manual regions, on any dim.
 ON_DIMS: dict[str, Callable[..., Ranks]] = {
     "all_reduce": lambda members, dims, op: all_reduce(members, op),
-    "reduce_scatter": lambda members, dims, op: _scattered(members, dims[0], op),
-    "all_gather": lambda members, dims, op: (
-        [torch.cat(members, dims[0])] * len(members)
+    "reduce_scatter": lambda members, dims, op: reduce_scatter(
+        members, op, dim=dims[0]
     ),
+    "all_gather": lambda members, dims, op: all_gather(members, dim=dims[0]),
     "all_to_all": _exchange_on,
     "permute": lambda members, dims, op: permute(members, dims),
 }
 
 
-def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
-    """Return each rank's part of a global value; ranks with the same part share it.
+def masked(x: torch.Tensor, op: str, count: int) -> Ranks:
+    """Return the value, then the identity of the reduction for all other ranks; for
+    avg, max and min all have the value."""
+    mask = torch.full_like(x, int(op == "product")) if op in MASKED else x
+    return [x, *[mask] * (count - 1)]
 
-    Along a partial axis the first rank has the value and the others the identity of the
-    reduction; for avg, max and min all have the value.
-    """
-    masking = [(axis, op) for axis, op in spec.partial if op in MASKED]
-    parts_by_key: dict[Any, torch.Tensor] = {}
+
+def scatter(
+    x: torch.Tensor,
+    spec: Spec,
+    mesh: Mesh,
+    summands: Callable[[torch.Tensor, str, int], Ranks] = masked,
+) -> list[torch.Tensor]:
+    """Return each rank's part of a global value; ranks with the same part share it.
+    ``summands``: (value, reduction, count) -> the values along a partial axis."""
+    values: dict[tuple[int, ...], torch.Tensor] = {(): x}
+    for axis, op in spec.partial:
+        values = {
+            (*key, i): summand
+            for key, value in values.items()
+            for i, summand in enumerate(summands(value, op, mesh.axis_size(axis)))
+        }
+    parts: dict[Any, torch.Tensor] = {}
     out = []
     for rank in range(mesh.size):
-        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
-        masked = next((op for axis, op in masking if mesh.index(rank, [axis])), "")
-        key = shard, masked
-        if key not in parts_by_key:
-            slices = spec.slices(mesh, x.shape, rank)
-            part = x[slices]
-            part = x if part.shape == x.shape else part.clone()
-            if masked:
-                part = torch.full_like(part, int(masked == "product"))
-            parts_by_key[key] = part
-        out.append(parts_by_key[key])
+        value = values[tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)]
+        key = id(value), *(mesh.index(rank, axes) for axes in spec.dims)
+        if key not in parts:
+            part = value[spec.slices(mesh, x.shape, rank)]
+            parts[key] = value if part.shape == x.shape else part.clone()
+        out.append(parts[key])
     return out
 
 

@@ -1,8 +1,7 @@
 """Reads from a local graph what one rank launches (kernels, collectives, waits, in
 order) and what it sends.
 
-In: a local graph, or its forward and backward in the order in which they run
-(``PhasesAsRun``). Out: ``Launches``, data that ``simulate_step`` times and adds up.
+In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and adds up.
 ``cost.fused_kernels`` decides which ops are one kernel; this module, which ops are
 collectives and waits, and which lines must be equal on all ranks.
 
@@ -16,10 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import count
+from collections.abc import Collection, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,45 +39,6 @@ from fxpar.sharding.row_moves import Exchange, message
 
 if TYPE_CHECKING:  # routes take NumPy, which kernels do without
     from fxpar.sharding.reshard.route import Reshard
-
-
-@dataclass(frozen=True)
-class PhasesAsRun:
-    """Holds the phases of a local graph, each in the order in which it runs."""
-
-    # The forward, which has the graph's inputs and returns its results, then the saved
-    # values; and the backward, whose inputs are the graph's, then the saved values. One
-    # graph if there is no backward.
-    graphs: tuple[fx.Graph, ...]
-    # For each result of the local graph, whether the backward computes it.
-    is_gradient: tuple[bool, ...]
-
-    @staticmethod
-    def whole(graph: fx.Graph) -> PhasesAsRun:
-        """Return one phase for a graph in which a backward may follow the forward."""
-        return PhasesAsRun((graph,), (False,) * len(graph.output_node().args[0]))
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        return list(self.graphs[0].find_nodes(op="placeholder"))
-
-    @cached_property
-    def given(self) -> Mapping[fx.Node, Any]:
-        """Return {input of the backward: its node in the forward}."""
-        if len(self.graphs) == 1:
-            return {}
-        forward, backward = self.graphs
-        saved = forward.output_node().args[0][self.is_gradient.count(False) :]
-        inputs = backward.find_nodes(op="placeholder")
-        return dict(zip(inputs, (*self.inputs, *saved), strict=True))
-
-    @property
-    def results(self) -> list[Any]:
-        """Return the results of the local graph, in its order."""
-        of = [iter(graph.output_node().args[0]) for graph in self.graphs]
-        if len(of) == 1:
-            return list(of[0])
-        return [next(of[is_late]) for is_late in self.is_gradient]
 
 
 c10d = torch.ops._c10d_functional
@@ -110,23 +68,6 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     backward = backward_of(graph)
     for i, node in enumerate(graph.nodes):
         reader.step(node, float(i), node in backward)
-    return reader.launches()
-
-
-def launches_as_run(phases: PhasesAsRun) -> Launches:
-    """Return the launches of a graph as it runs. Raises as ``launches_of``."""
-    forward, *backward = phases.graphs
-    if not backward:
-        return launches_of(forward)
-    reader, place, source_of = _LocalReader(), count(), phases.given
-    for graph in phases.graphs:
-        reader.close_all()
-        for node in graph.nodes:
-            if node in source_of:
-                reader.values[node] = reader.values[source_of[node]]
-            elif node.op != "output":
-                reader.step(node, float(next(place)), graph is not forward)
-    reader.returned(phases.results)
     return reader.launches()
 
 

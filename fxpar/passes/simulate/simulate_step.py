@@ -36,7 +36,7 @@ from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
 from fxpar.passes.rank_sizes import sized
-from fxpar.passes.simulate.launches import PhasesAsRun, launches_as_run, launches_of
+from fxpar.passes.simulate.launches import launches_of
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -145,20 +145,18 @@ def _bytes_by_launch(
 
 
 def by_kind(
-    phases: PhasesAsRun, signature: Signature, launches: Launches | None = None
+    graph: fx.Graph, signature: Signature, launches: Launches | None = None
 ) -> tuple[tuple[str, int], ...]:
     """Return (kind, bytes a rank holds) at the peak of a local graph as it runs,
     without kinds of 0 bytes. ``launches``: those of the graph, if known.
 
     Raises PlanError as ``launches_of`` does.
     """
-    launches = launches or launches_as_run(phases)
-    resident = residency(launches)
-    kinds = _kinds(phases, signature, launches)
+    launches = launches or launches_of(graph)
     total = dict.fromkeys(MEMORY_KINDS, 0)
-    for buffer in resident.at(resident.peak[1]):
-        total[kinds[buffer]] += buffer.nbytes
-    state = optimizer_bytes(phases.inputs, signature)
+    for buffer, kind in kinds_at_peak(graph, signature, launches).items():
+        total[kind] += buffer.nbytes
+    state = optimizer_bytes(graph.find_nodes(op="placeholder"), signature)
     total["optimizer state"] = sum(state.values())
     return tuple((kind, size) for kind, size in total.items() if size)
 
@@ -178,13 +176,18 @@ def optimizer_bytes(
     }
 
 
-def _kinds(
-    phases: PhasesAsRun, signature: Signature, launches: Launches
+def kinds_at_peak(
+    graph: fx.Graph, signature: Signature, launches: Launches
 ) -> dict[Buffer, str]:
-    """Return the kind of each buffer."""
-    declared = dict(zip(phases.inputs, signature.inputs, strict=True))
-    parameters = {node for node, x in declared.items() if x.kind == "parameter"}
-    gathered = _derived_from({n for n in parameters if _is_split(n)}, phases)
+    """Return the kind of each buffer that is in memory at the peak."""
+    inputs = graph.find_nodes(op="placeholder")
+    pairs = zip(inputs, signature.inputs, strict=True)
+    parameters = {node for node, declared in pairs if declared.kind == "parameter"}
+    gathered = set(filter(_is_split, parameters))
+    for node in graph.nodes:
+        read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
+        if node.op == "call_function" and read and gathered.issuperset(read):
+            gathered.add(node)
     # Later lines override earlier ones.
     kinds: dict[Buffer, str] = {}
     for launch in launches.launches:
@@ -205,24 +208,13 @@ def _kinds(
     for buffer in launches.inputs:
         is_parameter = buffer.node in parameters
         kinds[buffer] = "parameters" if is_parameter else "inputs and buffers"
-    return kinds
+    resident = residency(launches)
+    return {buffer: kinds[buffer] for buffer in resident.at(resident.peak[1])}
 
 
 def _is_split(node: fx.Node) -> bool:
     spec = node.meta.get("fxpar_spec")
     return spec is not None and bool(spec.sharded_axes)
-
-
-def _derived_from(roots: set[fx.Node], phases: PhasesAsRun) -> set[fx.Node]:
-    """Return ``roots`` and the nodes computed from them only."""
-    derived = set(roots)
-    for graph in phases.graphs:
-        derived.update(n for n, of in phases.given.items() if of in derived)
-        for node in graph.nodes:
-            read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
-            if node.op == "call_function" and read and derived.issuperset(read):
-                derived.add(node)
-    return derived
 
 
 # The stream of a rank's launches; the prefix of that of all launches at a place of a
@@ -319,9 +311,10 @@ class Task:
     seconds: float = 0.0
     # The axes that a collective runs along; a kernel and a wait have none.
     axes: tuple[str, ...] = ()
-    # The collective that a wait is for; a collective of any duration first waits for
-    # it.
+    # The collective that a wait is for.
     of: int | None = None
+    # Seconds for which a collective first holds the compute stream.
+    delay: float = 0.0
 
 
 class Simulation:
@@ -337,26 +330,25 @@ class Simulation:
     wait holds the compute stream until its collective is done. A collective of no
     duration is as if it were not there.
 
-    ``starts``, ``ends``: seconds, by index of the task; for a collective of no duration
-    when its result is there.
+    ``starts``, ``ends``: seconds, by index of the task.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.starts, self.ends, self._clock = list[float](), list[float](), [0.0]
         now, free = 0.0, dict[str, float]()
         for task in tasks:
-            waited = 0.0 if task.of is None else self.ends[task.of]
             start = now
-            if not task.axes:
-                now = end = max(now + task.seconds, waited)
-            elif not task.seconds:
-                start = end = max(now, waited)
+            if task.of is not None:
+                now = end = max(now, self.ends[task.of])
+            elif not task.axes:
+                now = end = now + task.seconds
             else:
-                now = max(now, waited)
-                axes = list(map(axis_of, task.axes))
-                start = max([now, *(free.get(axis, 0.0) for axis in axes)])
-                end = start + task.seconds
+                now += task.delay
+                axes = [axis_of(axis) for axis in task.axes if task.seconds]
+                begin = max([now, *(free.get(axis, 0.0) for axis in axes)])
+                end = begin + task.seconds
                 free.update(dict.fromkeys(axes, end))
+                start = start if task.delay else begin
             self.starts.append(start)
             self.ends.append(end)
             self._clock.append(now)
@@ -384,13 +376,13 @@ def simulate(
     Raises PlanError for an unknown collective, or a group that names no axes.
     """
     launches = launches or launches_of(graph, fused=fused)
-    work = _work(launches, mesh, _machine(hardware, fused))
-    times = Simulation(work.tasks)
+    tasks = _tasks(launches, mesh, _machine(hardware, fused))
+    times = Simulation(tasks)
     live = residency(launches, in_place=fused)
-    events = _events(launches.launches, work, times)
+    events = _events(launches.launches, tasks, times)
     in_backward = (i for i, launch in enumerate(launches.launches) if launch.backward)
     first = next(in_backward, None)
-    waited = sum(e.duration for e in events if e.of) + work.seconds_of_delays()
+    waited = sum(e.duration for e in events if e.of) + sum(t.delay for t in tasks)
     return Timeline(
         events,
         times.seconds,
@@ -398,10 +390,10 @@ def simulate(
         sum(e.duration for e in events if e.axes),
         waited + times.seconds - times.clock(-1),
         _traffic(launches.launches, mesh),
-        tuple(_curve(live, work, times).items()),
+        tuple(_curve(live, times).items()),
         live.peak[0],
         _largest(live),
-        None if first is None else times.starts[work.first[first]],
+        None if first is None else times.starts[first],
     )
 
 
@@ -410,53 +402,31 @@ def launch_seconds(
 ) -> dict[str, float]:
     """Return the seconds of each launch by itself, by the name of its last node;
     arguments as for ``simulate``."""
-    work = _work(launches, mesh, _machine(hardware, fused))
+    tasks = _tasks(launches, mesh, _machine(hardware, fused))
     names = (launch.nodes[-1].name for launch in launches.launches)
-    return {name: work.seconds(i) for i, name in enumerate(names)}
+    return {x: t.delay + t.seconds for x, t in zip(names, tasks, strict=True)}
 
 
 def _machine(hardware: Hardware, fused: bool) -> Hardware:
     return hardware if fused else replace(hardware, launch=hardware.eager_launch)
 
 
-@dataclass(frozen=True)
-class _LaunchTasks:
-    """Holds the tasks of some launches. A collective may have two: the time by which it
-    delays kernels, and the rest, which overlaps with them."""
-
-    tasks: list[Task]  # in the order of the launches
-    first: list[int]  # for each launch, the index of its first task
-    last: list[int]  # for each launch, the index of its last task
-
-    def seconds(self, i: int) -> float:
-        """Return the seconds of launch i, without waits."""
-        return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
-
-    def seconds_of_delays(self) -> float:
-        """Return the seconds by which collectives delay kernels."""
-        pairs = zip(self.first, self.last, strict=True)
-        return sum(self.tasks[a].seconds for a, b in pairs if a != b)
-
-
-def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
+def _tasks(program: Launches, mesh: Mesh, hardware: Hardware) -> list[Task]:
+    """Return the task of each launch."""
     # A phase that repeats a collective has an equal launch: a wait is for the last one.
     where: dict[Launch, int] = {}
-    work = _LaunchTasks([], [], [])
+    tasks: list[Task] = []
     for i, launch in enumerate(program.launches):
         where[launch] = i
-        work.first.append(len(work.tasks))
         if launch.of is not None:
-            work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
+            task = Task(launch.name, of=where[launch.of])
         elif launch.axes:
             curve = collectives.along(launch.kind, mesh, launch.axes)
             seconds = curve.seconds(launch.before)
             delay = seconds * hardware.beside
-            if delay:
-                work.tasks.append(Task(f"{launch.name}_beside", delay))
-            work.tasks.append(Task(launch.name, seconds - delay, launch.axes))
+            task = Task(launch.name, seconds - delay, launch.axes, delay=delay)
         elif launch.kind == "fused":
-            seconds = hardware.fused(launch.moved, launch.light)
-            work.tasks.append(Task(launch.name, seconds))
+            task = Task(launch.name, hardware.fused(launch.moved, launch.light))
         else:
             seconds = hardware.launch + hardware.kernel(
                 launch.moved,
@@ -466,25 +436,25 @@ def _work(program: Launches, mesh: Mesh, hardware: Hardware) -> _LaunchTasks:
                 launch.family,
                 launch.hidden_flops,
             )
-            work.tasks.append(Task(launch.name, seconds))
-        work.last.append(len(work.tasks) - 1)
-    return work
+            task = Task(launch.name, seconds)
+        tasks.append(task)
+    return tasks
 
 
 def _events(
-    launches: Sequence[Launch], work: _LaunchTasks, times: Simulation
+    launches: Sequence[Launch], tasks: Sequence[Task], times: Simulation
 ) -> tuple[Event, ...]:
     out = []
-    for i, launch in enumerate(launches):
+    spans = zip(tasks, times.starts, times.ends, strict=True)
+    for launch, (task, start, end) in zip(launches, spans, strict=True):
         node = launch.nodes[-1]
-        start, end = times.starts[work.first[i]], times.ends[work.last[i]]
         out.append(
             Event(
                 launch.name,
                 launch.kind,
                 "+".join(launch.axes) or COMPUTE,
                 start,
-                work.seconds(i) if launch.of is None else end - start,
+                task.delay + task.seconds if launch.of is None else end - start,
                 launch.axes,
                 max(launch.before, launch.after) if launch.axes else launch.moved,
                 launch.flops,
@@ -515,7 +485,7 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
     )
 
 
-def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
+def _curve(live: Residency, times: Simulation) -> dict[float, int]:
     """Return {time: bytes in memory} at each change."""
     curve: dict[float, int] = {}
     for i, begin, during, after in live.usage:
@@ -523,9 +493,9 @@ def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float
             curve[0.0] = after
             continue
         if begin:
-            curve[times.clock(work.last[i - 1]) if i else 0.0] = during
+            curve[times.clock(i - 1) if i else 0.0] = during
         if after != during:
-            curve[times.clock(work.last[i])] = after
+            curve[times.clock(i)] = after
     return curve
 
 

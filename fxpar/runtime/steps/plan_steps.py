@@ -29,7 +29,6 @@ from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.split_merged_batch import split_merged_batch
 from fxpar.passes.order.forward_backward import as_run, is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
-from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.simulate_step import by_kind
 from fxpar.runtime.caches import plan_store
@@ -303,7 +302,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
         and not state.open
         and is_same_program(state.graph, run.lowered)
     ):
-        return by_kind(run.phases, signature, run.launches), ()
+        return by_kind(run.graph, signature, run.launches), ()
     graphs = [state.at_hints]
     if pipeline is not None:
         program_at = OF_STAGES["program_at"]
@@ -313,7 +312,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
             with _torch.fake.shapes_alone():
                 shapes = shapes_of(graph)
                 graph = as_run(shapes, disable=disable, settings=settings)
-            peaks.append(by_kind(PhasesAsRun.whole(graph), signature))
+            peaks.append(by_kind(graph, signature))
         return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)

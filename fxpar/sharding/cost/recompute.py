@@ -48,7 +48,8 @@ def phases(
     backward = depending_on_tangents(graph)
     if not backward:
         return calls, []
-    second = _with_again(calls, backward, gathered)
+    again = computed_again(calls, backward, gathered)
+    second = with_operands(calls, backward, again)
     results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
     early = [r for r in results if r not in backward]
     ahead = ancestors([*early, *given_of(calls, second)])
@@ -61,14 +62,13 @@ def given_of(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.N
     return [n for n in first if n in read and n not in there]
 
 
-def _with_again(
-    calls: Sequence[fx.Node],
+def with_operands(
+    calls: Iterable[fx.Node],
     backward: Collection[fx.Node],
-    gathered: Collection[fx.Node],
+    recomputed: Collection[fx.Node],
 ) -> list[fx.Node]:
-    """Return the nodes that the backward runs: ``backward``, and others that it
-    computes for itself, each before its reader."""
-    recomputed = computed_again(calls, backward, gathered)
+    """Return the calls of ``backward``, and those of ``recomputed`` that these need,
+    each before its first reader."""
     placed: set[fx.Node] = set()
     out: list[fx.Node] = []
     for node in calls:

@@ -17,7 +17,6 @@ import fxpar
 from fxpar.fusion.overlap_candidates import shapes_of
 from fxpar.graph.builder import copy_of
 from fxpar.passes.order.forward_backward import as_run, is_same_program, regather
-from fxpar.passes.simulate.launches import PhasesAsRun
 from fxpar.passes.simulate.simulate_step import by_kind
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
@@ -61,7 +60,7 @@ def held_by(decision: Decision, *, keep: bool = False) -> dict[str, int]:
     if not keep:
         regather(graph)
     run = as_run(graph, disable=MOVES.split(","))
-    return dict(by_kind(PhasesAsRun.whole(run), decision.program.signature))
+    return dict(by_kind(run, decision.program.signature))
 
 
 def at_rest_on(program: Program, mesh: Mesh) -> Program:
