@@ -40,9 +40,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.library import register_autograd
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
+from fxpar._torch.objects import define_op
 from fxpar.errors import PlanError, warn
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path
@@ -475,81 +477,38 @@ class TracedCall:
 aten = torch.ops.aten
 
 
-def _table(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    lengths: tuple[torch.Tensor, torch.Tensor],
-    blank: int,
-    zero_infinity: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+# Of ctc: log-probabilities ``[time, batch, classes]``, targets, both lengths, ``blank``
+# and ``zero_infinity``.
+_CTC = (
+    "Tensor log_probs, Tensor targets, Tensor steps, Tensor labels, SymInt blank, "
+    "bool zero_infinity) -> Tensor"
+)
+
+
+def _table(log_probs: torch.Tensor, targets: torch.Tensor, *how: Any) -> tuple:
     """Return (targets on the device and in the dtype that torch's kernel wants, its
     losses and table)."""
     targets = targets.to(log_probs.device, torch.long)
-    return targets, aten._ctc_loss.Tensor(
-        log_probs, targets, *lengths, blank, zero_infinity
-    )
+    return targets, aten._ctc_loss.Tensor(log_probs, targets, *how)
 
 
-@torch.library.custom_op("fxpar::ctc", mutates_args=())
-def ctc(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    """Return the losses ``[batch]`` of ``log_probs`` ``[time, batch, classes]``."""
-    lengths = (input_lengths, target_lengths)
+def _ctc(log_probs: torch.Tensor, *how: Any) -> torch.Tensor:
     if not log_probs.shape[1]:
         return log_probs.new_empty(0)
-    _, (costs, _) = _table(log_probs, targets, lengths, blank, zero_infinity)
+    _, (costs, _) = _table(log_probs, *how)
     return costs
 
 
-@ctc.register_fake
-def _(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
+def _ctc_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, *how: Any
 ) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@torch.library.custom_op("fxpar::ctc_backward", mutates_args=())
-def ctc_backward(
-    grad: torch.Tensor,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    """Return the gradient of ``log_probs``; ``grad`` is that of the losses."""
-    lengths = (input_lengths, target_lengths)
     if not log_probs.shape[1]:
         return log_probs.new_empty(log_probs.shape)
-    targets, table = _table(log_probs, targets, lengths, blank, zero_infinity)
+    targets, table = _table(log_probs, targets, *how)
+    *lengths, blank, zero_infinity = how
     return aten._ctc_loss_backward.Tensor(
         grad, log_probs, targets, *lengths, *table, blank, zero_infinity
     ).contiguous()
-
-
-@ctc_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape)
 
 
 def _ctc_context(ctx, inputs, output) -> None:
@@ -564,7 +523,18 @@ def _ctc_gradients(ctx, grad: torch.Tensor):
     return of_probs, *[None] * 5
 
 
-ctc.register_autograd(_ctc_gradients, setup_context=_ctc_context)
+def _no_gradients(ctx, grad: torch.Tensor):
+    raise NotImplementedError("ctc_loss has no second derivative")
+
+
+define_op(f"fxpar::ctc({_CTC}", lambda x, *_: x.new_empty(x.shape[1]), _ctc)
+define_op(
+    f"fxpar::ctc_backward(Tensor grad, {_CTC}",
+    lambda _, x, *__: x.new_empty(x.shape),
+    _ctc_backward,
+)
+register_autograd("fxpar::ctc", _ctc_gradients, setup_context=_ctc_context)
+register_autograd("fxpar::ctc_backward", _no_gradients)
 
 
 def gaussian_nll_loss(
