@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -45,16 +44,13 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
 from fxpar._torch.objects import define_op
-from fxpar.errors import PlanError, warn
+from fxpar.errors import PlanError, is_library, warn
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.spec import Spec
 
 TENSOR = object()  # takes the place of a tensor among the leaves of a result
-
-# In paths of code that is not the user's: torch, fxpar, and code made from text.
-_NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 
 
 @dataclass(frozen=True)
@@ -107,21 +103,21 @@ _REFUSED = {
 
 
 def _users(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and function of the frames outside torch and fxpar."""
+    """Yield file, line and function of the frames of the user's code."""
     for frame, number in frames:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _NOT_THE_USERS):
+        if not is_library(path):
             yield path, number, frame.f_code.co_name
 
 
 def raised_at(error: BaseException) -> str | None:
-    """Return the innermost line outside torch and fxpar that an error came through."""
+    """Return the innermost line of the user's code that an error came through."""
     lines = [_line(x, n) for x, n, _ in _users(traceback.walk_tb(error.__traceback__))]
     return lines[-1] if lines else None
 
 
 def users_line() -> str | None:
-    """Return the innermost line outside torch and fxpar that is running."""
+    """Return the innermost line of the user's code that is running."""
     places = _users(traceback.walk_stack(sys._getframe(1)))
     return next((_line(path, number) for path, number, _ in places), None)
 
@@ -480,8 +476,8 @@ aten = torch.ops.aten
 # Of ctc: log-probabilities ``[time, batch, classes]``, targets, both lengths, ``blank``
 # and ``zero_infinity``.
 _CTC = (
-    "Tensor log_probs, Tensor targets, Tensor steps, Tensor labels, SymInt blank, "
-    "bool zero_infinity) -> Tensor"
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+    "SymInt blank, bool zero_infinity) -> Tensor"
 )
 
 
