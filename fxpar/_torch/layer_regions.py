@@ -624,7 +624,8 @@ def moved_guards(
         new = {name: moved(x) for name, x in parts.items() if isinstance(x, Source)}
         return replace(source, **new)
 
-    values = _values(tx)
+    root = tx.output.root_tx
+    values: Any = {"G": root.f_globals, "L": root.f_locals}, {}, {}  # read from, read
     here, tensors = [], []
     for each in guards:
         source = moved(each.guard.originating_source)
@@ -650,9 +651,3 @@ def moved_guards(
     for source, value in tensors:
         VariableBuilder(tx, source)(value)
     return here
-
-
-def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
-    """Return what sources are read from, and what was read."""
-    root = tx.output.root_tx
-    return {"G": root.f_globals, "L": root.f_locals}, {}, {}
