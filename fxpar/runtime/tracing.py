@@ -106,7 +106,7 @@ def _users(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, 
     """Yield file, line and function of the frames of the user's code."""
     for frame, number in frames:
         path = frame.f_code.co_filename
-        if not is_library(path):
+        if not (path.startswith("<") or is_library(path)):  # "<": made from text
             yield path, number, frame.f_code.co_name
 
 
