@@ -20,4 +20,5 @@ from fxpar._torch import node_texts as node_texts
 from fxpar._torch import objects as objects
 from fxpar._torch import symbols as symbols
 from fxpar._torch import traced_once as traced_once
+from fxpar._torch import traced_values as traced_values
 from fxpar._torch import version as version

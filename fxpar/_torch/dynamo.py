@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 import types
 import weakref
@@ -25,6 +24,7 @@ from fxpar._fast.quick_graphs import quick_graphs
 from fxpar._fast.switch import is_taken
 from fxpar._torch.distributed import is_only_rank
 from fxpar._torch.objects import memory_of
+from fxpar.errors import is_library
 
 # Raises in compiled code, with a message, where a tensor is False.
 assert_in_graph = torch._assert_async
@@ -121,10 +121,9 @@ def _line_of_break(reason: Any) -> str:
 
 
 def line_in(stack: Sequence[Any]) -> str | None:
-    """Return the line of the innermost frame outside torch's modules, or of the
-    innermost; None if there are no frames."""
-    torch_folder = os.path.dirname(torch.__file__) + os.sep
-    own = [frame for frame in stack if not frame.filename.startswith(torch_folder)]
+    """Return the line of the innermost frame of the user's code, or of the innermost;
+    None if there are no frames."""
+    own = [frame for frame in stack if not is_library(frame.filename)]
     frame = next(reversed(own or stack), None)
     return frame and f"{frame.filename}:{frame.lineno}: {frame.line}"
 

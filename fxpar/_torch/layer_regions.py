@@ -14,13 +14,12 @@ which cannot use a region again: each of these is traced.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -615,8 +614,18 @@ def moved_guards(
     traced call -> the sources of this call's. Tensors that the region does not read
     become inputs of the graph, too: Dynamo guards these itself."""
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._guards import ChainedSource, Source
 
-    values, moved = _values(tx), _moved_source(instead)
+    @functools.cache  # many sources share parts, which ``clone`` does not use again
+    def moved(source: Any) -> Any:
+        if source in instead or not isinstance(source, ChainedSource):
+            return instead.get(source, source)
+        parts = {field.name: getattr(source, field.name) for field in fields(source)}
+        new = {name: moved(x) for name, x in parts.items() if isinstance(x, Source)}
+        return replace(source, **new)
+
+    root = tx.output.root_tx
+    values: Any = {"G": root.f_globals, "L": root.f_locals}, {}, {}  # read from, read
     here, tensors = [], []
     for each in guards:
         source = moved(each.guard.originating_source)
@@ -642,30 +651,3 @@ def moved_guards(
     for source, value in tensors:
         VariableBuilder(tx, source)(value)
     return here
-
-
-def _moved_source(instead: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Return a function that replaces sources, in whatever they are part of, as torch
-    does in ``clone``, but looks at a source that many share once."""
-    from torch._guards import ChainedSource, Source
-
-    moved = dict(instead)
-
-    def get(source: Any) -> Any:
-        if source not in moved:
-            moved[source] = source
-            if isinstance(source, ChainedSource):
-                names = (field.name for field in dataclasses.fields(source))
-                parts = ((name, getattr(source, name)) for name in names)
-                new = {n: get(x) for n, x in parts if isinstance(x, Source)}
-                if any(getattr(source, n) is not x for n, x in new.items()):
-                    moved[source] = dataclasses.replace(source, **new)
-        return moved[source]
-
-    return get
-
-
-def _values(tx: Any) -> tuple[dict[str, Any], dict[str, Any], dict[Any, Any]]:
-    """Return what sources are read from, and what was read."""
-    root = tx.output.root_tx
-    return {"G": root.f_globals, "L": root.f_locals}, {}, {}

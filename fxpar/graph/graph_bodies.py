@@ -25,6 +25,15 @@ def body_of(node: fx.Node) -> fx.GraphModule | None:
     return value if isinstance(value, fx.GraphModule) else None
 
 
+def named_body(node: fx.Node) -> fx.GraphModule | None:
+    """Return the body that a node holds, or that its graph's module does, as in a graph
+    that is to run; None if there is none."""
+    if node.op != "get_attr":
+        return None
+    body = body_of(node) or attribute_at(node.graph.owning_module, str(node.target))
+    return body if isinstance(body, fx.GraphModule) else None
+
+
 def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
     """Return the bodies that a call runs."""
     values = map(body_of, node.all_input_nodes)

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -44,19 +43,18 @@ from torch.fx.traceback import (
     preserve_node_meta,
     set_stack_trace,
 )
+from torch.library import register_autograd
 from torch.overrides import TorchFunctionMode
 
 from fxpar import _torch
-from fxpar.errors import PlanError, warn
+from fxpar._torch.objects import define_op
+from fxpar.errors import PlanError, is_library, warn
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import module_path
 from fxpar.sharding.program import Input, Output, Signature, user_line
 from fxpar.sharding.spec import Spec
 
 TENSOR = object()  # takes the place of a tensor among the leaves of a result
-
-# In paths of code that is not the user's: torch, fxpar, and code made from text.
-_NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,21 @@ _REFUSED = {
 
 
 def _users(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and function of the frames outside torch and fxpar."""
+    """Yield file, line and function of the frames of the user's code."""
     for frame, number in frames:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _NOT_THE_USERS):
+        if not (path.startswith("<") or is_library(path)):  # "<": made from text
             yield path, number, frame.f_code.co_name
 
 
 def raised_at(error: BaseException) -> str | None:
-    """Return the innermost line outside torch and fxpar that an error came through."""
+    """Return the innermost line of the user's code that an error came through."""
     lines = [_line(x, n) for x, n, _ in _users(traceback.walk_tb(error.__traceback__))]
     return lines[-1] if lines else None
 
 
 def users_line() -> str | None:
-    """Return the innermost line outside torch and fxpar that is running."""
+    """Return the innermost line of the user's code that is running."""
     places = _users(traceback.walk_stack(sys._getframe(1)))
     return next((_line(path, number) for path, number, _ in places), None)
 
@@ -494,81 +492,38 @@ class TracedCall:
 aten = torch.ops.aten
 
 
-def _table(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    lengths: tuple[torch.Tensor, torch.Tensor],
-    blank: int,
-    zero_infinity: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+# Of ctc: log-probabilities ``[time, batch, classes]``, targets, both lengths, ``blank``
+# and ``zero_infinity``.
+_CTC = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+    "SymInt blank, bool zero_infinity) -> Tensor"
+)
+
+
+def _table(log_probs: torch.Tensor, targets: torch.Tensor, *how: Any) -> tuple:
     """Return (targets on the device and in the dtype that torch's kernel wants, its
     losses and table)."""
     targets = targets.to(log_probs.device, torch.long)
-    return targets, aten._ctc_loss.Tensor(
-        log_probs, targets, *lengths, blank, zero_infinity
-    )
+    return targets, aten._ctc_loss.Tensor(log_probs, targets, *how)
 
 
-@torch.library.custom_op("fxpar::ctc", mutates_args=())
-def ctc(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    """Return the losses ``[batch]`` of ``log_probs`` ``[time, batch, classes]``."""
-    lengths = (input_lengths, target_lengths)
+def _ctc(log_probs: torch.Tensor, *how: Any) -> torch.Tensor:
     if not log_probs.shape[1]:
         return log_probs.new_empty(0)
-    _, (costs, _) = _table(log_probs, targets, lengths, blank, zero_infinity)
+    _, (costs, _) = _table(log_probs, *how)
     return costs
 
 
-@ctc.register_fake
-def _(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
+def _ctc_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, *how: Any
 ) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@torch.library.custom_op("fxpar::ctc_backward", mutates_args=())
-def ctc_backward(
-    grad: torch.Tensor,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    """Return the gradient of ``log_probs``; ``grad`` is that of the losses."""
-    lengths = (input_lengths, target_lengths)
     if not log_probs.shape[1]:
         return log_probs.new_empty(log_probs.shape)
-    targets, table = _table(log_probs, targets, lengths, blank, zero_infinity)
+    targets, table = _table(log_probs, targets, *how)
+    *lengths, blank, zero_infinity = how
     return aten._ctc_loss_backward.Tensor(
         grad, log_probs, targets, *lengths, *table, blank, zero_infinity
     ).contiguous()
-
-
-@ctc_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    return log_probs.new_empty(log_probs.shape)
 
 
 def _ctc_context(ctx, inputs, output) -> None:
@@ -583,7 +538,18 @@ def _ctc_gradients(ctx, grad: torch.Tensor):
     return of_probs, *[None] * 5
 
 
-ctc.register_autograd(_ctc_gradients, setup_context=_ctc_context)
+def _no_gradients(ctx, grad: torch.Tensor):
+    raise NotImplementedError("ctc_loss has no second derivative")
+
+
+define_op(f"fxpar::ctc({_CTC}", lambda x, *_: x.new_empty(x.shape[1]), _ctc)
+define_op(
+    f"fxpar::ctc_backward(Tensor grad, {_CTC}",
+    lambda _, x, *__: x.new_empty(x.shape),
+    _ctc_backward,
+)
+register_autograd("fxpar::ctc", _ctc_gradients, setup_context=_ctc_context)
+register_autograd("fxpar::ctc_backward", _no_gradients)
 
 
 def gaussian_nll_loss(

@@ -15,12 +15,12 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar.errors import is_library
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.op_table import tensors_of
@@ -311,14 +311,10 @@ class Program:
         return next((v.index for v in self.values if v.name == name), None)
 
 
-# Files that a sharded module's forward passes through on its way to the user's.
-_OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("runtime", "features"))
-
-
 def user_line(node: fx.Node) -> str | None:
     """Return the user's own source line a node comes from, as ``file:line: code``.
 
-    Innermost frame outside torch and fxpar; None if unknown.
+    Innermost frame outside of libraries (``is_library``); None if unknown.
     """
     trace = node.meta.get("stack_trace")
     return line_of(trace) if trace else None
@@ -335,7 +331,7 @@ def line_of(trace: str) -> str | None:
         if line.startswith("File "):
             parts = line.split('"')
             path = parts[1] if len(parts) > 1 else "?"
-            if path.startswith(_OURS) or "/torch/" in path and "site-packages" in path:
+            if is_library(path):
                 continue
             number = line.split("line ")[-1].split(",")[0]
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""

@@ -25,7 +25,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -35,12 +35,11 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
-from fxpar._fast import cpp_kernels
 from fxpar._fast.python_memory import collect_young
 from fxpar.config import Options
 from fxpar.errors import HintError, PlanError, RuleError, ScheduleError
 from fxpar.graph import custom_ops
-from fxpar.graph.graph_bodies import all_nodes
+from fxpar.graph.graph_bodies import all_nodes, named_body
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches import plan_store
 from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
@@ -207,7 +206,6 @@ class Leader:
         message: dict[str, Any] = {"shared": self.shared and not refused}
         message["launches"] = [] if refused else list(self.launches)
         message["refused"] = refused
-        message["instructions"] = cpp_kernels.instructions()
         meeting.gather(f"{self.name} compiled on rank 0", json.dumps(message))
 
     @contextlib.contextmanager
@@ -259,7 +257,6 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = meeting.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
-    cpp_kernels.take_instructions(message["instructions"])
     return replace(
         program,
         shared=bool(message["shared"]),
@@ -350,42 +347,24 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
 def _is_text(graph: fx.Graph) -> bool:
     """Return whether lines of nodes say all of a graph: it holds no tensor, and no op
     that runs code of the user."""
-    bodies = _bodies(graph)
-    return all(_is_line(node, bodies) for node in graph.nodes) and all(
-        _is_text(body) for body in bodies.values()
-    )
+    return all(map(_is_line, graph.nodes))
 
 
-def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
+def _is_line(node: fx.Node) -> bool:
     if node.op == "call_function":
         runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
         is_op = isinstance(node.target, runs) or node.target is INVOKE
         return is_op and not _torch.node_texts.is_lowered_by_user(node.target)
     if node.op == "get_attr":
-        return node.target in bodies
+        body = named_body(node)
+        return body is not None and _is_text(body.graph)
     return node.op in ("placeholder", "output")
-
-
-def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
-    """Return the bodies that a graph calls, by the names it has for them."""
-    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
-    attributes = {
-        name: getattr(graph.owning_module, name, None) for name in sorted(names)
-    }
-    return {k: x.graph for k, x in attributes.items() if isinstance(x, fx.GraphModule)}
-
-
-def _lines(graph: fx.Graph) -> Iterator[str]:
-    yield from plan_store.lines_of(graph)
-    for name, body in _bodies(graph).items():
-        yield name
-        yield from _lines(body)
 
 
 def _digest(graph: fx.Graph) -> str:
     """Return a digest of the lines of a graph and its bodies."""
     text = hashlib.sha256()
-    for line in _lines(graph):
+    for line in plan_store.lines_of(graph):
         text.update(line.encode() + b"\n")
     return text.hexdigest()[:32]
 
@@ -403,7 +382,7 @@ def _compile_for_others(
         fix = "see the error of that rank: this one only stopped because of it"
         world.store.set(f"{key}/done", failure(fact, fix))
         raise
-    world.store.set(f"{key}/done", json.dumps(cpp_kernels.instructions()))
+    world.store.set(f"{key}/done", "compiled")
     return compiled
 
 
@@ -426,4 +405,3 @@ def _take_over(world: World, key: str, what: str, leader: int) -> None:
         text = world.store.get(done_key).decode()
     if text.startswith(FAILED):
         raise error_of(text)
-    cpp_kernels.take_instructions(json.loads(text))

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch, cache_files
 from fxpar._torch.symbols import SYMBOLIC
-from fxpar.graph.graph_bodies import body_of
+from fxpar.graph.graph_bodies import named_body
 from fxpar.sharding.candidates import EQUAL
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -71,7 +71,8 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yield nodes with their arguments and the forms of their results, a line each."""
+    """Yield the nodes of a graph and its bodies with their arguments and the forms of
+    their results, a line each."""
 
     def rebuilt(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -88,7 +89,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
         target = _target_text(node.target)
         call = f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
         yield f"{call} {rebuilt(node.meta.get('val'))}"
-        body = body_of(node)
+        body = named_body(node)
         if body is not None:
             yield from lines_of(body.graph)
 

@@ -417,12 +417,7 @@ def _text(
                 f"{getattr(x, 'placements', '')}"
             )
     modes = (  # Dynamo traces again for each
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
-        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        *_torch.traced_values.modes(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_float32_matmul_precision(),
     )

@@ -203,8 +203,10 @@ class OpenProgram:
 
     # Its first inputs are the symbols, the others tensors.
     graph: fx.GraphModule
-    # Fakes whose sizes are symbols, the symbols first.
-    examples: Sequence[Any]
+    # The arguments of Dynamo's call: fakes whose sizes are symbols, and numbers.
+    args: Sequence[Any]
+    # Which of these have sizes that may differ between calls.
+    fed: Fed
     # Names and kinds, in order of ``examples``.
     inputs: tuple[NamedInput, ...]
     # Mode of the examples; its guards say which sizes the program holds for.
@@ -213,22 +215,21 @@ class OpenProgram:
     sizes: tuple[OpenSize, ...]
     # The symbols traced: each of ``sizes`` divided by its unit.
     symbols: tuple[torch.SymInt, ...]
-    # Names of the symbols in guards.
+    # Names of the symbols in guards; one that is fixed prints as its number.
     names: tuple[str, ...]
     # For each open size, the factor between the size and its symbol.
     units: tuple[int, ...]
-    # Shapes of ``Sizes``, in numbers and symbols.
-    shapes: tuple[tuple[Any, ...], ...]
-    # Numbers of ``Sizes``, as numbers and symbols.
-    numbers: tuple[Any, ...]
-    # For each open size, Python code that reads it from these two.
-    places: tuple[str, ...]
     # Positions of the tensors among the arguments of Dynamo's call.
     tensors: tuple[int, ...]
     # The members of ``tensors`` that were traced as contiguous.
     dense: frozenset[int]
     # The members of ``dense`` that are not contiguous, and so are copied.
     copied: frozenset[int]
+
+    @property
+    def examples(self) -> list[Any]:
+        """Return the inputs of the graph."""
+        return [*self.symbols, *(self.args[i] for i in self.tensors)]
 
     def divisors_asked(self) -> dict[str, int]:
         """Return the divisors, by name, that the plan made requires of its sizes."""
@@ -301,16 +302,6 @@ def open_program(
                 )
         for i, (source, dim) in fed.sources.items():
             examples[i] = examples[source].shape[dim]
-        shapes = tuple(
-            tuple(substituted(n, size_values) for n in values[i].shape)
-            for i in fed.tensors
-        )
-        numbers = tuple(
-            substituted(values[i], size_values)
-            if isinstance(values[i], torch.SymInt)
-            else args[i]
-            for i in fed.numbers
-        )
     except KeyError as error:
         raise OpenSizesRefused(
             f"the size {error} is not the size of an input"
@@ -319,7 +310,8 @@ def open_program(
     _take_symbols(gm, sizes, symbols, examples, tensors)
     return OpenProgram(
         gm,
-        [*symbols, *(examples[i] for i in tensors)],
+        examples,
+        fed,
         (
             *(NamedInput(size.text, "size") for size in sizes),
             *(inputs[i] for i in tensors),
@@ -329,14 +321,6 @@ def open_program(
         tuple(symbols),
         tuple(map(str, symbols)),
         tuple(units.get(size.name, 1) for size in sizes),
-        shapes,
-        numbers,
-        tuple(
-            f"numbers[{fed.numbers.index(size.place)}]"
-            if size.dim is None
-            else f"shapes[{fed.tensors.index(size.place)}][{size.dim}]"
-            for size in sizes
-        ),
         tuple(tensors),
         frozenset(dense),
         frozenset(i for i in dense if not args[i].is_contiguous()),
@@ -412,13 +396,18 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     names = program.names
     guards = _torch.symbols.guards_of(program.symbols, names, program.fake_mode)
     lines = ["def contains(shapes, numbers):"]
-    for place, unit, name in zip(program.places, program.units, names, strict=True):
+    fed, sizes = program.fed, program.fed.sizes(program.args)
+    for size, unit, name in zip(program.sizes, program.units, names, strict=True):
+        if size.dim is None:
+            place = f"numbers[{fed.numbers.index(size.place)}]"
+        else:
+            place = f"shapes[{fed.tensors.index(size.place)}][{size.dim}]"
         lines.append(f"    {name}, rest = divmod({place}, {unit})")
         lines.append("    if rest: return False")
     text_of = _torch.symbols.code_of
     try:
-        shapes = ["".join(f"{text_of(n)}, " for n in each) for each in program.shapes]
-        numbers = "".join(f"{text_of(n)}, " for n in program.numbers)
+        shapes = ["".join(f"{text_of(n)}, " for n in each) for each in sizes.shapes]
+        numbers = "".join(f"{text_of(n)}, " for n in sizes.numbers)
     except _torch.symbols.Inexpressible as error:
         raise OpenSizesRefused(f"an input has the size {error}") from error
     expected = "".join(f"({each}), " for each in shapes)

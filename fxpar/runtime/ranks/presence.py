@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
-from fxpar.errors import FxparError, RankMismatchError
+from fxpar.errors import FxparError, RankMismatchError, is_library
 from fxpar.runtime.ranks import worlds
 from fxpar.runtime.stage_times import WAIT, stage
 
@@ -445,8 +445,6 @@ class Presence:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parents[2])
-_PYTHON = str(Path(contextlib.__file__).parent)
 
 
 def user_line() -> str:
@@ -470,7 +468,7 @@ def _user_line() -> tuple[str, bool, bool]:
             distributed = True
         elif file.startswith(generated):
             in_graph = True
-        elif not file.startswith((f"{_TORCH}/", f"{_OWN}/", _PYTHON, "<frozen")):
+        elif not is_library(file):
             break
         frame = frame.f_back
     return last, distributed, in_graph
