@@ -91,7 +91,7 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (
             neighborhood_search,
             "improve",
-            lambda flat, choice, *_, **__: (choice, 0),
+            lambda flat, choice, *_, **__: choice,
         )
     ],
     "least excess": [

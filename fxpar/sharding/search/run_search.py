@@ -328,7 +328,6 @@ def begun_from(
         solution,
         bound=max(first_solution.bound, solution.bound),
         seconds=first_solution.seconds + time.perf_counter() - begun,
-        notes=first_solution.notes + solution.notes,
         stopped=first_solution.stopped or solution.stopped,
     )
     return replace(result, solution=solution)

@@ -11,7 +11,6 @@ from fxpar.sharding.solver.problem import (
     Live,
     Problem,
     Solution,
-    SolverPhase,
     evaluate,
 )
 from fxpar.sharding.solver.solve import resolve, solve
@@ -22,7 +21,6 @@ __all__ = [
     "Live",
     "Problem",
     "Solution",
-    "SolverPhase",
     "evaluate",
     "resolve",
     "solve",

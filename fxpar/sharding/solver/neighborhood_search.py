@@ -40,16 +40,16 @@ def improve(
     bound: float,
     merit: np.ndarray,
     tolerance: float = 1e-9,
-) -> tuple[np.ndarray, int]:
-    """Return a choice at least as good and the number of windows solved, working until
-    the gap to ``bound`` is within ``tolerance`` or the deadline.
+) -> np.ndarray:
+    """Return a choice at least as good, working until the gap to ``bound`` is within
+    ``tolerance`` or the deadline.
 
     ``merit``: (strategies,) how much worse than its node's best each looks, by which
     some windows leave strategies out, to be larger.
     """
     random = np.random.default_rng(0)
     cost = cost_of(flat, choice)
-    targets, solved = np.full(len(_SHARES), float(_FIRST)), 0
+    targets = np.full(len(_SHARES), float(_FIRST))
     late = 0.0  # the most a window was late
     picks: list[Callable] = [_ball, _living, _mixed]
     while cost - bound > tolerance * abs(cost):
@@ -67,7 +67,6 @@ def improve(
             free = pick(flat, choice, weight, target, random)
         until = begun + min(seconds_left - 0.02, max(1.0, seconds_left / 20))
         window_choice, proved = solve_window(flat, choice, free, until, keep)
-        solved += 1
         spent = work_clock.now() - begun
         late = max(late, begun + spent - until)
         if window_choice is not None:
@@ -79,7 +78,7 @@ def improve(
         quick = proved and spent < max(0.5, seconds_left / 60)
         change = 1.15 if quick else 0.8 if proved else 0.5
         targets[turn] = np.clip(target * change, _LEAST, _MOST)
-    return choice, solved
+    return choice
 
 
 def around(

@@ -9,7 +9,6 @@ bound above the optimum.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -37,33 +36,27 @@ from fxpar.sharding.solver.problem import (
     Infeasible,
     Problem,
     Solution,
-    SolverPhase,
     evaluate,
-    largest_at,
     peak,
     tie,
 )
 
 
 class Search:
-    """Holds the best choice and bound so far, and the log."""
+    """Holds the best choice and bound so far."""
 
     def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
         self.problem, self.tolerance = problem, tolerance
-        self.begun = self.lap = time.perf_counter()
+        self.begun = time.perf_counter()
         began = work_clock.now()
         self.enough = math.inf  # a bound that ends the search
         # Phases may be late by the work they do between two looks at the clock.
         self.deadline = began + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
         self.choice: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf
-        # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
+        # Where nothing fits: the choice of the smallest peak met.
         self.nearest: tuple[int, ...] | None = None
-        self.least = 0.0
-        self.notes: list[SolverPhase] = []
         self.prices: tuple[tuple[int, float], ...] = ()
-        arrays = itertools.chain(problem.costs, problem.tables)
-        self.whole = all(np.all(np.isinf(x) | (x == np.rint(x))) for x in arrays)
 
     def offer(self, choice: Sequence[int] | None) -> bool:
         """Take a choice of the Problem's nodes if it fits and is cheaper; return
@@ -78,19 +71,10 @@ class Search:
         return True
 
     def raise_bound(self, bound: float) -> None:
-        """Take a bound if it is higher. Whole costs have a whole optimum."""
+        """Take a bound if it is higher."""
         if bound == math.inf and self.choice is not None:
             return  # a choice that fits only within rounding may count as infeasible
-        bound -= 1e-11 * abs(bound)
-        if self.whole and math.isfinite(bound):
-            bound = math.ceil(bound - 1e-6)
-        self.bound = max(self.bound, bound)
-
-    def note(self, name: str) -> None:
-        """Write a line of the log."""
-        now = time.perf_counter()
-        self.notes.append(SolverPhase(name, now - self.lap, self.cost, self.bound))
-        self.lap = now
+        self.bound = max(self.bound, bound - 1e-11 * abs(bound))
 
     def seconds_left(self) -> float:
         """Return the seconds of work until the deadline."""
@@ -115,7 +99,6 @@ class Search:
             min(self.bound, self.cost),
             time.perf_counter() - self.begun,
             peak(self.problem, self.choice)[0],
-            tuple(self.notes),
             self.prices,
             stopped=work_clock.is_stopped(),
         )
@@ -141,27 +124,14 @@ def _nothing_fits(search: Search) -> Infeasible:
     """Return the error for a problem without an answer, with the choice that came
     closest."""
     problem, closest = search.problem, search.nearest
-    if closest is None:
-        return Infeasible(
-            "no choice is allowed: every one is forbidden or exceeds the limit"
-            if search.bound == math.inf
-            else "no allowed choice was found in the time given",
-            limit=problem.limit,
-        )
-    least_peak, time_of_peak = peak(problem, closest)
-    proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
-    largest = largest_at(problem, closest, time_of_peak)
-    items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
-    return Infeasible(
-        f"the limit is {problem.limit:.6g}; the smallest peak "
-        f"{'there is' if proved else 'found'} needs {least_peak:.6g} "
-        f"(at time {time_of_peak}; largest: {items})",
-        least_peak,
-        search.least,
-        problem.limit,
-        largest,
-        closest,
-    )
+    if closest is not None:
+        need = peak(problem, closest)[0]
+        what = f"the smallest peak found is {need:.6g}, the limit {problem.limit:.6g}"
+    elif search.bound == math.inf:
+        what = "no choice is allowed: every one is forbidden or exceeds the limit"
+    else:
+        what = "no allowed choice was found in the time given"
+    return Infeasible(what, problem.limit, closest)
 
 
 # A gap below this is rounding.
@@ -201,15 +171,12 @@ def solve(
         net = build(problem, fixed)
         if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
             search.offer(start)
-        search.note("build")
         if _is_repetitive(problem) and not fixed:
             _layered(search, net)
         elif not len(net.room):
             _pass(search, net, Flat(net), 0.15)
-            search.note("messages")
         if not search.closed() and search.seconds_left() > 0:
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
-            search.note("reduce")
             _core(search, net, seconds / 4)
         return search.result()
 
@@ -235,13 +202,11 @@ def resolve(
         net = build(problem, fixed)
         flat = Flat(net)
         search.bound = start.bound
-        search.note("build")
         if milp.variables(flat) > _SMALL:
             choice = project(net, flat, start.choice)
             pinned = [i for i in fixed if start.choice[i] != fixed[i]]
             neighbor = neighborhood_search.around(flat, choice, pinned, search.deadline)
             offer(search, net, flat, neighbor)
-            search.note("windows")
         if search.choice is not None:
             return search.result()
         return solve(problem, max(search.seconds_left(), 0.05), fixed=fixed)
@@ -257,11 +222,9 @@ def _core(search: Search, net: Network, certify: float) -> None:
             search.raise_bound(net.constant)
         elif search.choice is None:
             search.nearest = net.expand()
-            search.least = (search.problem.limit or 0.0) - float(flat.room.min())
             search.bound = math.inf
         return
     _pass(search, net, flat, 0.03 if len(flat.room) else 0.2)
-    search.note("messages on the core")
     if search.closed():
         return
     unary = flat.unary
@@ -271,19 +234,16 @@ def _core(search: Search, net: Network, certify: float) -> None:
         unary = _take(search, net, flat, priced)
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
-        search.note("least excess")
     small = milp.variables(flat) <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
         until = work_clock.now() + share * search.seconds_left()
-        magnitude = max(abs(search.bound), 1e-300)
+        magnitude = abs(search.bound) or 1.0
         answer = milp.solve_program(flat, until, magnitude=magnitude)
         search.raise_bound(answer.bound)
         offer(search, net, flat, answer.choice)
-        search.note("integer program")
     if search.choice is not None and not search.closed():
         _improve(search, net, flat, unary)
-        search.note("windows")
 
 
 def _take(
@@ -294,7 +254,6 @@ def _take(
     offer(search, net, flat, priced.choice)
     search.prices = lagrangian.prices_by_moment(flat, priced.prices)
     unary = lagrangian.priced_unary(flat, priced.prices)
-    search.note("prices")
     return unary
 
 
@@ -328,16 +287,13 @@ def _layered(search: Search, net: Network) -> None:
         share = 0.08 if limited else 0.45
         tied_solution = solve(small, share * search.seconds_left(), tolerance=1e-4)
     except Infeasible:
-        search.note("layers as one: none")
         return
     search.offer([tied_solution.choice[k] for k in to])
-    search.note("layers as one")
     if search.choice is None:
         return
     prices = _tied_prices(search, small, tied_solution.prices) if limited else ()
     reduce(net, work_clock.now() + 0.3 * search.seconds_left())
     flat = Flat(net)
-    search.note("reduce")
     if search.closed() or not len(flat.size):
         return
     unary = flat.unary
@@ -358,10 +314,8 @@ def _layered(search: Search, net: Network) -> None:
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         offer(search, net, flat, choice)
-        search.note("messages")
     if not search.closed():
         _improve(search, net, flat, unary)
-        search.note("windows")
 
 
 def pass_pruned(
@@ -416,7 +370,6 @@ def _tied_prices(
         return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
     priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
-    search.note("prices of layers as one")
     return lagrangian.prices_by_moment(tied, priced.prices)
 
 
@@ -435,7 +388,6 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     if excess.choice is not None:
         search.nearest = net.expand(flat.nodes, excess.choice)
         search.offer(search.nearest)
-    search.least = max(search.least, search.problem.limit + excess.bound)
     if search.choice is None and excess.bound > flat.slack:
         search.bound = math.inf
 
@@ -450,7 +402,7 @@ def _improve(search: Search, net: Network, flat: Flat, unary: np.ndarray) -> Non
     state = message_passing.start(flat)
     until = work_clock.now() + 0.1 * search.seconds_left()
     message_passing.converge(state, unary, until, patience=10)
-    choice, _ = neighborhood_search.improve(
+    choice = neighborhood_search.improve(
         flat,
         choice,
         search.deadline,

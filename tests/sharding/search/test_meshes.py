@@ -25,7 +25,13 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.run_search import AGAIN, SearchOptions, search
-from fxpar.sharding.solver import Problem, Solution, solve, work_clock
+from fxpar.sharding.solver import (
+    Problem,
+    Solution,
+    neighborhood_search,
+    solve,
+    work_clock,
+)
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp, program_of
 from tests.helpers.solver_problems import layered
@@ -209,9 +215,10 @@ def test_a_glance_ends_where_a_mesh_cannot_win() -> None:
 
 def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = layered(4, 6, 6, limit=0.3, noise=0.5)
-    solution = solve(problem, enough=30.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(neighborhood_search, "improve", None)  # is not called
+        solution = solve(problem, enough=30.0)
     assert solution.gap > 1e-4 and solution.bound >= 30.0
-    assert "windows" not in [phase.name for phase in solution.notes]
 
     given = []
 
