@@ -282,16 +282,14 @@ def _layered(search: Search, net: Network) -> None:
     """Solve with tied nodes as one, which is small, and give all nodes its answer; then
     bound the whole problem, under a limit from the prices found so."""
     small, to = tie(search.problem)
-    limited = len(net.room) > 0
     try:
-        share = 0.08 if limited else 0.45
+        share = 0.08 if len(net.room) else 0.45
         tied_solution = solve(small, share * search.seconds_left(), tolerance=1e-4)
     except Infeasible:
         return
     search.offer([tied_solution.choice[k] for k in to])
     if search.choice is None:
         return
-    prices = _tied_prices(search, small, tied_solution.prices) if limited else ()
     reduce(net, work_clock.now() + 0.3 * search.seconds_left())
     flat = Flat(net)
     if search.closed() or not len(flat.size):
@@ -299,7 +297,7 @@ def _layered(search: Search, net: Network) -> None:
     unary = flat.unary
     if len(flat.room):
         until = work_clock.now() + 0.5 * search.seconds_left()
-        begin = lagrangian.prices_at(flat, prices)
+        begin = lagrangian.prices_at(flat, tied_solution.prices)
         priced = lagrangian.raise_prices(
             flat,
             until,
@@ -356,21 +354,6 @@ def pass_pruned(
     if better is None:
         return choice, bound
     return np.array(net.expand(core.nodes, better), np.int64), bound
-
-
-def _tied_prices(
-    search: Search, small: Problem, prices: Sequence[tuple[int, float]]
-) -> tuple[tuple[int, float], ...]:
-    """Return the prices that are best with tied nodes as one, from those found there
-    first."""
-    core = build(small)
-    reduce(core, work_clock.now() + 0.1 * search.seconds_left())
-    tied = Flat(core)
-    if not len(tied.room):
-        return ()
-    until = work_clock.now() + 0.1 * search.seconds_left()
-    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
-    return lagrangian.prices_by_moment(tied, priced.prices)
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:

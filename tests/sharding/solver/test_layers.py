@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,43 +12,10 @@ from fxpar.sharding.solver import (
     Live,
     Problem,
     evaluate,
-    lagrangian,
     solve,
-    work_clock,
 )
-from fxpar.sharding.solver.network import Flat, build, cost_of, fits, usage_of
 from fxpar.sharding.solver.solve import solve_tied
-from tests.helpers.solver_problems import brute, layered, small
-
-SEEDS = range(60)
-
-
-def soon() -> float:
-    return work_clock.now() + 20.0
-
-
-def test_prices_of_columns_prove_no_more_than_is_true() -> None:
-    met = tight = equal = 0
-    for seed in SEEDS:
-        problem = small(seed, memory=True)
-        best, _ = brute(problem)
-        if best == math.inf:
-            continue
-        flat = Flat(build(problem))
-        if not len(flat.room) or not len(flat.size):
-            continue
-        priced = lagrangian.generate(flat, soon(), np.zeros(len(flat.room)))
-        assert (priced.prices >= 0).all()
-        assert priced.bound <= best + 1e-9 * (1 + abs(best)), seed
-        if priced.choice is not None:
-            assert fits(flat, usage_of(flat, priced.choice))
-            assert priced.cost == pytest.approx(cost_of(flat, priced.choice))
-            assert priced.cost >= best - 1e-9 * (1 + abs(best))
-            equal += priced.cost <= best + 1e-9 * (1 + abs(best))
-        slow = lagrangian.raise_prices(flat, work_clock.now() + 0.05)
-        scale = 1e-3 * (1 + abs(best))
-        met, tight = met + 1, tight + (priced.bound >= slow.bound - scale)
-    assert met > 20 and tight > 0.9 * met and equal > met / 2
+from tests.helpers.solver_problems import layered
 
 
 def knapsack(layers: int) -> Problem:
