@@ -180,7 +180,7 @@ def test_saved_activations_grow_with_layers() -> None:
 
 def lives(program: Program) -> tuple[set[str], set[str]]:
     """Names of what is written to memory, and of what the backward computes again."""
-    found = kernels_of(program)
+    found = kernels_of(replace(program, kernel_cache={}))  # tags may have changed
     written, again = (
         {program.values[v].name for v in values & program.producers.keys()}
         for values in (found.written, found.recomputed)
