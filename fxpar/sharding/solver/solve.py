@@ -296,13 +296,13 @@ def _layered(search: Search, net: Network) -> None:
         return
     unary = flat.unary
     if len(flat.room):
+        prices = _tied_prices(search, small, tied_solution.prices)
         until = work_clock.now() + 0.5 * search.seconds_left()
-        begin = lagrangian.prices_at(flat, tied_solution.prices)
         priced = lagrangian.raise_prices(
             flat,
             until,
             target=search.cost,
-            prices=begin,
+            prices=lagrangian.prices_at(flat, prices),
             patience=10,
             tolerance=max(1e-6, search.tolerance),
         )
@@ -354,6 +354,20 @@ def pass_pruned(
     if better is None:
         return choice, bound
     return np.array(net.expand(core.nodes, better), np.int64), bound
+
+
+def _tied_prices(
+    search: Search, small: Problem, prices: Sequence[tuple[int, float]]
+) -> tuple[tuple[int, float], ...]:
+    """Return the prices that are best with tied nodes as one, from those found there
+    first, with more patience than a problem of all nodes allows."""
+    core = build(small)
+    reduce(core, work_clock.now() + 0.1 * search.seconds_left())
+    tied = Flat(core)
+    until = work_clock.now() + 0.1 * search.seconds_left()
+    begin = lagrangian.prices_at(tied, prices)
+    priced = lagrangian.raise_prices(tied, until, prices=begin, patience=200)
+    return lagrangian.prices_by_moment(tied, priced.prices)
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
