@@ -50,7 +50,6 @@ from fxpar.sharding.search.price_stages import (
     price_stages,
 )
 from fxpar.sharding.search.run_search import (
-    AGAIN,
     STOPPED,
     SearchOptions,
     SearchResult,
@@ -307,10 +306,9 @@ def _after(
     subject: Subject, x: Candidate, row: _Round, left: float, bar: float
 ) -> Candidate:
     """Return a candidate after a search; the same if the search finds nothing better.
-    ``left``: seconds until the round ends; a share is kept to begin again from plans
-    made by hand."""
-    left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
-    options = replace(row.options, seconds=min(row.options.seconds, left))
+    ``left``: seconds until the round ends."""
+    seconds = min(row.options.seconds, max(left, _SHORT))
+    options = replace(row.options, seconds=seconds)
     parts = int(x.step.parts * row.times) if x.step else x.parts
     before = search_of(x.decision) if x.decision and row.times == 1.0 else None
     rest = subject.cut.rows % parts if x.step and subject.cut else 0
@@ -521,10 +519,10 @@ def _fastest(subject: Subject) -> Decision:
     _check_memory(subject)
     seconds, meshes = options.seconds, _open(subject, subject.request.meshes)
     tries = [Candidate(mesh, subject.request.on(mesh)) for mesh in meshes]
-    glance = replace(options, seconds=seconds / 2 / len(meshes), by_hand=False)
+    glance = replace(options, seconds=seconds / 2 / len(meshes))
     row = _Round(glance, _GLANCES * seconds, _untried)
     if len(meshes) == 1:
-        row = _Round(options, (1 + AGAIN) * seconds, _untried)
+        row = _Round(options, seconds, _untried)
     tries = _improved(subject, tries, [row])
     best = _best(tries)
     if best is None:  # the mesh of most axes has most plans, unless hints fit none
@@ -630,9 +628,7 @@ def fastest_staged(
     if subject.cut is None:
         return None, ("stages: no batch to cut into microbatches",)
     options, seconds = subject.options, subject.options.seconds
-    long = replace(
-        options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=EQUAL
-    )
+    long = replace(options, ranked=False, seconds=seconds / 4, tolerance=EQUAL)
     glance = replace(long, equal_layers=True, seconds=seconds / 30)
     fewer = functools.partial(_in_fewer_parts, arithmetic=subject.arithmetic)
     end = _OTHER_PARTS * seconds
