@@ -13,7 +13,7 @@ from fxpar.sharding.solver.problem import (
     Solution,
     evaluate,
 )
-from fxpar.sharding.solver.solve import resolve, solve
+from fxpar.sharding.solver.solve import solve
 
 __all__ = [
     "Edge",
@@ -22,6 +22,5 @@ __all__ = [
     "Problem",
     "Solution",
     "evaluate",
-    "resolve",
     "solve",
 ]

@@ -71,8 +71,6 @@ class Solution:
     bound: float  # no choice costs less
     seconds: float
     peak: float  # the most memory in use at any time
-    # (time, price of a unit of memory there), where the bound has prices.
-    prices: tuple[tuple[int, float], ...] = ()
     # Cost of the best choice found without the limit, if one was searched for.
     unlimited: float | None = None
     stopped: bool = False  # wall-clock time ended it: another run may answer otherwise

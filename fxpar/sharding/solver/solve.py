@@ -56,7 +56,6 @@ class Search:
         self.cost, self.bound = math.inf, -math.inf
         # Where nothing fits: the choice of the smallest peak met.
         self.nearest: tuple[int, ...] | None = None
-        self.prices: tuple[tuple[int, float], ...] = ()
 
     def offer(self, choice: Sequence[int] | None) -> bool:
         """Take a choice of the Problem's nodes if it fits and is cheaper; return
@@ -99,7 +98,6 @@ class Search:
             min(self.bound, self.cost),
             time.perf_counter() - self.begun,
             peak(self.problem, self.choice)[0],
-            self.prices,
             stopped=work_clock.is_stopped(),
         )
 
@@ -141,8 +139,6 @@ _PROGRAM = 250_000
 # Solving with tied nodes as one first pays if at most this share of a problem's nodes
 # is left.
 _REPEATS = 0.6
-# With at most this many variables, solving again is as quick as a short cut.
-_SMALL = 20_000
 
 
 def solve(
@@ -179,37 +175,6 @@ def solve(
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
             _core(search, net, seconds / 4)
         return search.result()
-
-
-def resolve(
-    problem: Problem,
-    fixed: Mapping[int, int],
-    start: Solution,
-    seconds: float = 2.0,
-) -> Solution:
-    """Solve again with some nodes pinned to a strategy, from a solution of the problem
-    without the pins, in at most ``seconds``.
-
-    Small problems are solved to the end. In others the choice changes in windows that
-    grow around the pinned nodes until growing no longer pays; the bound is the one of
-    ``start``. Where no window fits, the whole problem is solved.
-
-    Raises Infeasible as ``solve`` does.
-    """
-    message_passing.warm()
-    with work_clock.within(seconds):
-        search = Search(problem, seconds, EXACT)
-        net = build(problem, fixed)
-        flat = Flat(net)
-        search.bound = start.bound
-        if milp.variables(flat) > _SMALL:
-            choice = project(net, flat, start.choice)
-            pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-            neighbor = neighborhood_search.around(flat, choice, pinned, search.deadline)
-            offer(search, net, flat, neighbor)
-        if search.choice is not None:
-            return search.result()
-        return solve(problem, max(search.seconds_left(), 0.05), fixed=fixed)
 
 
 def _core(search: Search, net: Network, certify: float) -> None:
@@ -252,9 +217,7 @@ def _take(
     """Take the bound and choice that prices have brought; return costs with them."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
-    search.prices = lagrangian.prices_by_moment(flat, priced.prices)
-    unary = lagrangian.priced_unary(flat, priced.prices)
-    return unary
+    return lagrangian.priced_unary(flat, priced.prices)
 
 
 def _is_repetitive(problem: Problem) -> bool:
@@ -296,7 +259,7 @@ def _layered(search: Search, net: Network) -> None:
         return
     unary = flat.unary
     if len(flat.room):
-        prices = _tied_prices(search, small, tied_solution.prices)
+        prices = _tied_prices(search, small)
         until = work_clock.now() + 0.5 * search.seconds_left()
         priced = lagrangian.raise_prices(
             flat,
@@ -356,17 +319,14 @@ def pass_pruned(
     return np.array(net.expand(core.nodes, better), np.int64), bound
 
 
-def _tied_prices(
-    search: Search, small: Problem, prices: Sequence[tuple[int, float]]
-) -> tuple[tuple[int, float], ...]:
-    """Return the prices that are best with tied nodes as one, from those found there
-    first, with more patience than a problem of all nodes allows."""
+def _tied_prices(search: Search, small: Problem) -> tuple[tuple[int, float], ...]:
+    """Return the prices that are best with tied nodes as one, found with more patience
+    than a problem of all nodes allows."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = Flat(core)
     until = work_clock.now() + 0.1 * search.seconds_left()
-    begin = lagrangian.prices_at(tied, prices)
-    priced = lagrangian.raise_prices(tied, until, prices=begin, patience=200)
+    priced = lagrangian.raise_prices(tied, until, patience=200)
     return lagrangian.prices_by_moment(tied, priced.prices)
 
 
