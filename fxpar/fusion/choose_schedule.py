@@ -110,9 +110,9 @@ _ROOM, LITTLE = 0.1, 2**-14
 class SimulatedRun:
     """Holds a local graph that was simulated."""
 
-    lowered: fx.Graph  # collectives as they run, before it was ordered
     phases: PhasesAsRun  # in the order in which it runs
     launches: Launches  # the launches of the phases
+    timeline: Timeline
 
 
 class Attempts:
@@ -185,8 +185,9 @@ class Attempts:
         orders = self._lowered(schedule)
         phases, graph = orders.as_run(schedule.settings), orders.parts.graph
         launches = launches_as_run(phases)
-        self._last_run = schedule, SimulatedRun(graph, phases, launches)
-        return simulate(graph, self.mesh, self.hardware, launches=launches)
+        line = simulate(graph, self.mesh, self.hardware, launches=launches)
+        self._last_run = schedule, SimulatedRun(phases, launches, line)
+        return line
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
         """Return the simulation of a schedule, if it was the last one."""
