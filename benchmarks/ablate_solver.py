@@ -49,8 +49,7 @@ LLAMAS = [
 ]
 
 
-def _no_prices(flat: Any, deadline: float, *given: Any, **also: Any) -> Any:
-    prices = also.get("prices", given[0] if given else None)
+def _no_prices(flat: Any, deadline: float, *, prices: Any = None, **_: Any) -> Any:
     prices = np.zeros(len(flat.room)) if prices is None else prices
     return lagrangian.Priced(prices, -math.inf, None, math.inf)
 
@@ -72,7 +71,6 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (sys.modules[f"{solve.__module__}"], "_is_repetitive", lambda problem: False)
     ],
     "prices": [(lagrangian, "raise_prices", _no_prices)],
-    "column generation": [(lagrangian, "generate", _no_prices)],
     "pruned messages": [
         (
             sys.modules[f"{solve.__module__}"],
@@ -91,7 +89,7 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (
             neighborhood_search,
             "improve",
-            lambda flat, choice, *_, **__: (choice, 0),
+            lambda flat, choice, *_, **__: choice,
         )
     ],
     "least excess": [

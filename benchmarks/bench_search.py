@@ -95,7 +95,6 @@ def run(scale: str, layers: int, mesh: str, batch: int, length: int) -> dict[str
         "expert": expert,
         "expert_over_found": theirs / solution.cost,
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "phases": [list(phase) for phase in solution.notes],
     }
 
 

@@ -253,7 +253,7 @@ def _by_hand(
     begun = time.perf_counter()
     part = PartProgram(program, cut, parts, places, min(places, parts))
     told: dict[str, Any] = {"by": f"{mesh}, {schedule}", "mesh": mesh}
-    compared = replace(request.mode, ranked=False, by_hand=False)
+    compared = replace(request.mode, ranked=False)
     for asked in (compared, replace(compared, memory=1e15)):
         try:
             decision = decide_on(program, replace(here, mode=asked), parts=part)

@@ -26,7 +26,6 @@ from fxpar.passes.simulate.simulate_step import Task
 from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.search_space import Node
-from fxpar.sharding.solver.problem import FORBIDDEN
 
 # Around an op, in order: its operands move, are waited for, it runs, results reduce.
 _MOVE, _WAIT, _RUN, _REDUCE = range(4)
@@ -302,4 +301,4 @@ class _TasksOfChoice:
 
 def _has_costs(table: np.ndarray) -> bool:
     """Return whether any allowed pair of strategies costs something."""
-    return bool(((table > 0) & (table < FORBIDDEN)).any())
+    return bool(((table > 0) & np.isfinite(table)).any())

@@ -38,6 +38,12 @@ SECONDS = 60.0
 COLUMNS = ("problem", "nodes", "cost", "best", "ratio", "gap", "seconds", "MiB")
 
 
+def _allowed(costs: Any) -> np.ndarray:
+    """Costs of a file, in which 1e18 and more is for what is not allowed."""
+    array = np.array(costs, float)
+    return np.where(array >= 1e18, np.inf, array)
+
+
 def read(path: Path) -> Problem:
     """The Problem in a contest file; equal tables become one."""
     opened = gzip.open if path.suffix == ".gz" else open
@@ -45,13 +51,13 @@ def read(path: Path) -> Problem:
         data = json.load(file)
     data = data.get("problem", data)
     nodes, edges = data["nodes"], data.get("edges", {"nodes": [], "costs": []})
-    costs = [np.array(cost, float) for cost in nodes["costs"]]
+    costs = [_allowed(cost) for cost in nodes["costs"]]
     known: dict[tuple, int] = {}
     tables: list[np.ndarray] = []
     pairs: list[Edge] = []
     for ends, cost in zip(edges["nodes"], edges["costs"], strict=True):
         i, j = ends[0], ends[-1]
-        values = np.array(cost, float)
+        values = _allowed(cost)
         if i == j and len(values) == len(costs[i]):
             values = np.diag(values)  # a cost on one node, without the square
         table = values.reshape(len(costs[i]), len(costs[j]))
@@ -97,7 +103,6 @@ def measure(path: Path, seconds: float | None) -> dict[str, Any]:
     # Less than "seconds" where others used the cores; a running worker's are left out.
     row["cpu_seconds"] = sum(use.ru_utime + use.ru_stime for use in spent)
     row["MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    row["notes"] = [note._asdict() for note in found.notes]
     return row
 
 

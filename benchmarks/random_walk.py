@@ -29,7 +29,6 @@ from simulated_choice import Overlap
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.run_search import DISCOUNTS, SearchResult, cheaper
 from fxpar.sharding.solver import Problem
-from fxpar.sharding.solver.problem import FORBIDDEN
 
 # How often an op that was given a strategy passes it on once more.
 _AGAIN = 0.75
@@ -76,7 +75,7 @@ class Moves:
             if self.is_op[i] or self.is_op[j] or groups[i] is groups[j]:
                 continue
             square = table.shape[0] == table.shape[1] > 1
-            if square and np.array_equal(table < FORBIDDEN, np.eye(len(table)) > 0):
+            if square and np.array_equal(np.isfinite(table), np.eye(len(table)) > 0):
                 groups[i] += groups[j]
                 for node in groups[j]:
                     groups[node] = groups[i]
@@ -152,12 +151,12 @@ class Moves:
     def allowed(self, changes: Mapping[int, int]) -> bool:
         """Whether no cost of a change is forbidden."""
         for node, k in changes.items():
-            if not self.problem.costs[node][k] < FORBIDDEN:
+            if np.isinf(self.problem.costs[node][k]):
                 return False
             for other, table, rows in self.beside[node]:
                 a, b = k, changes.get(other, self.choice[other])
                 pairs = self.problem.tables[table]
-                if not pairs[(a, b) if rows else (b, a)] < FORBIDDEN:
+                if np.isinf(pairs[(a, b) if rows else (b, a)]):
                     return False
         return True
 

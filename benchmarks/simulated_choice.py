@@ -12,6 +12,7 @@ Source: the task graph and delta simulation of FlexFlow (Jia, Zaharia and Aiken,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from choice_tasks import layout
@@ -21,7 +22,6 @@ from fxpar.passes.simulate.simulate_step import Task
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.solver.problem import FORBIDDEN
 from fxpar.sharding.spec import Spec
 
 # Seconds, and axes as ``DeltaSimulation.bits``, by index of the task.
@@ -124,7 +124,7 @@ class Overlap:
             source = formulation.pool[formulation.nodes[i].specs[a, edge_value.source]]
             target = formulation.pool[formulation.nodes[j].specs[b, edge_value.target]]
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
-            if 0 < total < FORBIDDEN:
+            if 0 < total < math.inf:
                 v = edge_value.value
                 copies, steps = self._steps(v, source, target, total, joins)
                 # Kernels wait for the share of the time that a collective takes.

@@ -27,13 +27,11 @@ from fxpar.errors import HintError, PlanError
 from fxpar.features import FEATURES
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import copy_of
-from fxpar.passes.order.forward_backward import is_same_program
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.simulate_step import (
     Timeline,
     optimizer_bytes,
     predict_step,
-    simulate,
 )
 from fxpar.pipeline import run_steps
 from fxpar.runtime.calls.open_sizes import OpenSizesRefused
@@ -214,15 +212,13 @@ def _timeline_unscheduled(state: JointState) -> Timeline:
 
 
 def _timeline(state: JointState) -> Timeline:
-    """Predict a step of a lowered graph. The choice of its schedule has ordered it and
-    read its launches already."""
+    """Predict a step of a lowered graph, or return what the choice of its schedule has
+    predicted."""
     hardware = state.request.hardware or _options(state).hardware
     settings, disable = state.schedule.settings, state.request.options.disable
     mesh, run = state.decided.mesh, state.run
-    is_read = run is not None and mesh.is_shared_equally and not disable
-    if run is not None and is_read and is_same_program(state.graph, run.lowered):
-        machine = hardware.at_speed(mesh.slowest)
-        return simulate(run.lowered, machine.on(mesh), machine, launches=run.launches)
+    if run is not None and mesh.is_shared_equally and not disable:
+        return run.timeline
     return predict_step(state.graph, mesh, hardware, settings=settings, disable=disable)
 
 

@@ -44,13 +44,6 @@ def read_name(names: Sequence[str], value: Any) -> str:
     raise ValueError(f"{hint} use {' or '.join(names)}".strip())
 
 
-def read_level(value: Any) -> int:
-    """Read a number from 0 to 4."""
-    if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
-        return int(value)
-    raise ValueError("use a number from 0 to 4")
-
-
 def read_switch(value: Any) -> bool:
     """Read whether something is on."""
     words = {"1": True, "true": True, "yes": True, "on": True}
@@ -138,35 +131,24 @@ def read_inductor(value: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(chosen.items()))
 
 
-def _number(value: Any) -> float:
-    """Return a finite number, -1 for anything else."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return -1.0
-    return number if abs(number) < math.inf else -1.0  # nor is NaN
+def _number(kind: type[float], fits: Callable[[float], bool], use: str) -> Reader:
+    """Return the reader of a number; ``use`` says which fit."""
+
+    def read(value: Any) -> float:
+        with contextlib.suppress(ValueError):
+            if fits(written := kind(str(value))):
+                return written
+        raise ValueError(use)
+
+    return read
 
 
-def read_positive(value: Any) -> float:
-    """Read a number above 0."""
-    if (number := _number(value)) > 0:
-        return number
-    raise ValueError("use a number above 0")
-
-
-def read_count(value: Any) -> int:
-    """Read a whole number from 1 on."""
-    digits = str(value)
-    if isinstance(value, bool) or not digits.isdecimal() or int(digits) < 1:
-        raise ValueError("use a whole number from 1 on")
-    return int(digits)
-
-
-def read_share(value: Any) -> float:
-    """Read a number from 1 on."""
-    if (number := _number(value)) >= 1:
-        return number
-    raise ValueError("use a number from 1 on, or leave it out")
+read_level = _number(int, range(5).__contains__, "use a number from 0 to 4")
+read_count = _number(int, lambda n: n >= 1, "use a whole number from 1 on")
+read_positive = _number(float, lambda n: 0 < n < math.inf, "use a number above 0")
+read_share = _number(
+    float, lambda n: 1 <= n < math.inf, "use a number from 1 on, or leave it out"
+)
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -110,9 +110,9 @@ _ROOM, LITTLE = 0.1, 2**-14
 class SimulatedRun:
     """Holds a local graph that was simulated."""
 
-    lowered: fx.Graph  # collectives as they run, before it was ordered
-    graph: fx.Graph  # the same in the order in which it runs
-    launches: Launches  # the launches of ``graph``
+    graph: fx.Graph  # in the order in which it runs
+    launches: Launches  # the launches of the graph
+    timeline: Timeline
 
 
 class Attempts:
@@ -185,9 +185,9 @@ class Attempts:
         orders = self._lowered(schedule)
         graph = as_run(orders.parts, settings=schedule.settings)
         launches = launches_of(graph)
-        run = SimulatedRun(orders.parts.graph, graph, launches)
-        self._last_run = schedule, run
-        return simulate(graph, self.mesh, self.hardware, launches=launches)
+        line = simulate(graph, self.mesh, self.hardware, launches=launches)
+        self._last_run = schedule, SimulatedRun(graph, launches, line)
+        return line
 
     def _run_of(self, schedule: Schedule) -> SimulatedRun | None:
         """Return the simulation of a schedule, if it was the last one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import (
@@ -26,6 +26,7 @@ from fxpar.errors import (
     SpecError,
     TooLargeError,
 )
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import (
     Decision,
     constraints_of,
@@ -40,7 +41,7 @@ from fxpar.sharding.plan_request import Request, distinct
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, batch_inputs
 from fxpar.sharding.refine_mesh import head_counts, refine, rounded
-from fxpar.sharding.search.batch_parts import BatchCut, PartProgram, SharedKernels
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
 from fxpar.sharding.search.memory_constraints import Entry
 from fxpar.sharding.search.price_stages import (
     StagedStep,
@@ -49,7 +50,6 @@ from fxpar.sharding.search.price_stages import (
     price_stages,
 )
 from fxpar.sharding.search.run_search import (
-    AGAIN,
     STOPPED,
     SearchOptions,
     SearchResult,
@@ -100,8 +100,6 @@ class Subject:
     program: Program
     # Its mesh is open or named.
     request: Request
-    # As in ``PartProgram.whole_kernels``.
-    kernels: SharedKernels = field(default_factory=dict)
 
     @property
     def options(self) -> SearchOptions:
@@ -123,13 +121,14 @@ class Subject:
     def live(self) -> list[Entry]:
         """Return the tensors in memory and when they live, for the whole batch."""
         keep = not self.request.options.reshard_after_forward
-        return whole_entries(self.program, keep_gathered=keep, shared=self.kernels)
+        return whole_entries(self.program, keep_gathered=keep)
 
     @cached_property
     def arithmetic(self) -> float:
         """Return the least seconds of the arithmetic of a step on one device."""
-        assert self.live is not None, "kernels are known with what lives"
-        works = next(iter(self.kernels.values())).works
+        keep = not self.request.options.reshard_after_forward
+        gathered = () if keep else self.program.gathered_again
+        works = kernels_of(self.program, gathered).works
         hardware = self.options.hardware
         flops = [(w, hardware.peak(w.dtype, w.family)) for w in works]
         return sum(w.flops / (x.flops * x.efficiency) for w, x in flops if w.flops)
@@ -144,10 +143,8 @@ class Subject:
             places, paid = request.pipeline.places, 1
             waits = request.order_of(count) in ("gpipe", "looped_bfs")
             flying = count if waits else min(places, count)
-        free, kernels = request.free_along_stages, self.kernels
-        return PartProgram(
-            program, self.cut, count, places, flying, free, kernels, paid
-        )
+        free = request.free_along_stages
+        return PartProgram(program, self.cut, count, places, flying, free, paid)
 
     def least_held(self, request: Request, count: int) -> list[tuple[Entry, float]]:
         """Return the tensors, with bytes, that a rank holds at its peak under any plan,
@@ -224,17 +221,17 @@ def choose(
             f"{request.mesh.size}",
         )
     warm()
-    best, kernels = None, SharedKernels()
+    best = None
     with work_clock.within(2 * request.mode.seconds):
         try:
-            best = _fastest(Subject(program, request, kernels))
+            best = _fastest(Subject(program, request))
         except PlanError:
-            staged, notes = fastest_staged(program, request, math.inf, kernels)
+            staged, notes = fastest_staged(program, request, math.inf)
             if staged is None:
                 raise
         else:
             bar = search_of(best).predicted * (1 - PAYS)
-            staged, notes = fastest_staged(program, request, bar, kernels)
+            staged, notes = fastest_staged(program, request, bar)
     if staged is None:
         assert best is not None
         others = (replace(x, notes=(*x.notes, *notes)) for x in best.rivals)
@@ -309,10 +306,9 @@ def _after(
     subject: Subject, x: Candidate, row: _Round, left: float, bar: float
 ) -> Candidate:
     """Return a candidate after a search; the same if the search finds nothing better.
-    ``left``: seconds until the round ends; a share is kept to begin again from plans
-    made by hand."""
-    left = max(left, _SHORT) / (1 + AGAIN * row.options.by_hand)
-    options = replace(row.options, seconds=min(row.options.seconds, left))
+    ``left``: seconds until the round ends."""
+    seconds = min(row.options.seconds, max(left, _SHORT))
+    options = replace(row.options, seconds=seconds)
     parts = int(x.step.parts * row.times) if x.step else x.parts
     before = search_of(x.decision) if x.decision and row.times == 1.0 else None
     rest = subject.cut.rows % parts if x.step and subject.cut else 0
@@ -523,10 +519,10 @@ def _fastest(subject: Subject) -> Decision:
     _check_memory(subject)
     seconds, meshes = options.seconds, _open(subject, subject.request.meshes)
     tries = [Candidate(mesh, subject.request.on(mesh)) for mesh in meshes]
-    glance = replace(options, seconds=seconds / 2 / len(meshes), by_hand=False)
+    glance = replace(options, seconds=seconds / 2 / len(meshes))
     row = _Round(glance, _GLANCES * seconds, _untried)
     if len(meshes) == 1:
-        row = _Round(options, (1 + AGAIN) * seconds, _untried)
+        row = _Round(options, seconds, _untried)
     tries = _improved(subject, tries, [row])
     best = _best(tries)
     if best is None:  # the mesh of most axes has most plans, unless hints fit none
@@ -613,13 +609,10 @@ def _note(decision: Decision, tries: Sequence[Candidate]) -> str:
 
 
 def fastest_staged(
-    program: Program,
-    request: Request,
-    bar: float,
-    kernels: SharedKernels | None = None,
+    program: Program, request: Request, bar: float
 ) -> tuple[Candidate | None, tuple[str, ...]]:
     """Return the fastest plan in stages that takes less than ``bar`` seconds, and notes
-    of the others. ``kernels``: the program's kernels that are already known.
+    of the others.
 
     A glance searches for a plan that is the same in all repeated layers: it takes a
     fraction of a search, and makes stages more equal. The best are tried with other
@@ -629,16 +622,13 @@ def fastest_staged(
     if not request.staged:
         return None, ()
     program = replace(split_evenly(program), balances=False)
-    equal_kernels = {key: x.of_equal_shards for key, x in (kernels or {}).items()}
-    subject = Subject(program, request, equal_kernels)
+    subject = Subject(program, request)
     if subject.arithmetic / request.mesh.size >= bar:
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     if subject.cut is None:
         return None, ("stages: no batch to cut into microbatches",)
     options, seconds = subject.options, subject.options.seconds
-    long = replace(
-        options, ranked=False, by_hand=False, seconds=seconds / 4, tolerance=EQUAL
-    )
+    long = replace(options, ranked=False, seconds=seconds / 4, tolerance=EQUAL)
     glance = replace(long, equal_layers=True, seconds=seconds / 30)
     fewer = functools.partial(_in_fewer_parts, arithmetic=subject.arithmetic)
     end = _OTHER_PARTS * seconds

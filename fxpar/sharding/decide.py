@@ -48,7 +48,6 @@ from fxpar.sharding.search.run_search import (
     STOPPED,
     SearchOptions,
     SearchResult,
-    begun_from,
     can_be_faster,
     priced_as,
     rivals,
@@ -61,8 +60,8 @@ from fxpar.sharding.strategy import Strategy
 if TYPE_CHECKING:
     from fxpar.sharding.plan_request import Request
 
-# A gap that a search should not end with, and one that deserves a warning.
-_WIDE, _POOR = 0.005, 0.05
+# A gap that deserves a warning.
+_POOR = 0.05
 
 # The hardware on which ops are priced where none is named: propagation then depends on
 # the program, the mesh and the hints alone, not on the local device. Ties compare
@@ -233,11 +232,6 @@ def decide_on(
             before=before,
             parts=parts,
         )
-        wide = result.solution.gap > _WIDE and result.bound < options.enough
-        by_hand = []
-        if wide and options.by_hand:
-            by_hand = _by_hand(program, mesh, hints, options.hardware)
-            result = begun_from(result, options, [each.strategies for each in by_hand])
         notes = [str(result)]
         if not options.equal_layers and result.solution.gap > _POOR:
             notes.append(
@@ -247,28 +241,23 @@ def decide_on(
         notes += [STOPPED] if result.solution.stopped else []
         decision = _found(program, result, seeds, notes)
         if options.ranked:
-            decision = with_rivals(decision, hints, options, by_hand)
+            decision = with_rivals(decision, hints, options)
     return decision
 
 
 def with_rivals(
-    decision: Decision,
-    hints: Mapping[str, Entries],
-    options: SearchOptions,
-    by_hand: Sequence[Decision] = (),
+    decision: Decision, hints: Mapping[str, Entries], options: SearchOptions
 ) -> Decision:
-    """Return a searched decision with rivals on its mesh that may be faster.
-    ``by_hand``: the decisions of ``_by_hand``, if they are known."""
+    """Return a searched decision with rivals on its mesh that may be faster."""
     program, result = decision.program, decision.search
     assert result is not None, "a searched decision"
     parts = result.formulation.parts
     if parts is not None and not parts.is_step:
         return decision
-    by_hand = by_hand or _by_hand(program, result.mesh, hints, options.hardware)
     seeds, notes = _seeds_by_value(program, result.mesh, hints), decision.notes[:1]
     others = [_found(program, x, seeds, notes) for x in rivals(result, options)]
     is_laid_out = any(declared.splits for declared in program.signature.inputs)
-    for expert in by_hand:
+    for expert in _by_hand(program, result.mesh, hints, options.hardware):
         cost = priced_as(result, expert.strategies)
         if not can_be_faster(result, cost):
             continue

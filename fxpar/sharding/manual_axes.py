@@ -111,7 +111,8 @@ def over_manual_axes(
     settled = [x.clear_of(axes) for x in decision.settled]
     products = _products_of_sent(program)
     ops = [_by_expert(op) if op.index in products else op for op in program.ops]
-    program, makers = replace(program, ops=ops), _makers_of_weights(program, products)
+    makers = _makers_of_weights(program, products)
+    program = replace(program, ops=ops, kernel_cache={})
     experts = tuple({axis: None for axes in products.values() for axis in axes})
     averaged, gradients = set[int](), set[int]()  # of experts' weights
     means = set[int]()  # and values made of means alone

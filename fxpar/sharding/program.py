@@ -219,6 +219,8 @@ class Program:
     # Whether a schedule will be chosen, which may let ranks swap queries of causal
     # attention, so that all compute equally much.
     balances: bool = False
+    # What ``kernels_of`` has returned; where ops or sizes change, one begins anew.
+    kernel_cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def tensor_inputs(self) -> list[tuple[Input, int]]:

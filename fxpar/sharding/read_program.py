@@ -257,6 +257,7 @@ def with_open_sizes(program: Program) -> Program:
         program,
         ops=[replace(op, node=op.node.meta[OPEN]) for op in program.ops],
         value_of={(node.meta[OPEN], i): v for (node, i), v in program.value_of.items()},
+        kernel_cache={},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -14,7 +15,6 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import RankMismatchError
-from fxpar.passes.order.forward_backward import is_same_program
 from fxpar.runtime.steps import plan_steps
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import place_of
@@ -172,24 +172,27 @@ def test_layouts_that_name_the_batch_axis(how: str, plan: str, inputs: str) -> N
             torch.testing.assert_close(p, q)
 
 
-def compared_programs() -> list[bool]:
-    """For each schedule that is chosen: whether it was simulated on what runs."""
+def compared_memory() -> list[bool]:
+    """For each schedule that is chosen: whether what runs holds what was simulated."""
     torch._dynamo.reset()
     model = nn.Sequential(*[nn.Linear(64, 64), nn.Tanh()] * 2)
     model = fxpar.shard(model, mesh="dp=2")
     options = {"plan": "search", "schedule": "auto", "inputs": "local"}
     options |= {"codegen": "eager", "cache_plans": False}
     run, same = torch.compile(model, backend="fxpar", options=options), []
+    memory = plan_steps._memory
 
-    def noted(*graphs: Any) -> bool:
-        same.append(is_same_program(*graphs))
-        return same[-1]
+    def noted(state: Any) -> Any:
+        simulated = memory(state)
+        if state.run is not None:
+            same.append(simulated == memory(replace(state, run=None)))
+        return simulated
 
-    with mock.patch.object(plan_steps, "is_same_program", side_effect=noted):
+    with mock.patch.object(plan_steps, "_memory", side_effect=noted):
         run(torch.randn(8, 64)).square().mean().backward()
     return same
 
 
 def test_a_schedule_is_simulated_on_the_program_that_runs() -> None:
-    leader, _ = shared_pool(2).run(compared_programs, timeout=100.0)
+    leader, _ = shared_pool(2).run(compared_memory, timeout=100.0)
     assert leader and all(leader)

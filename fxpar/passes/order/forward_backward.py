@@ -163,48 +163,6 @@ def as_run(
     return _joined(forward, backward, parts.is_gradient)
 
 
-# Keys of ``meta`` that, in addition to ops and values, decide how a graph is split and
-# ordered.
-_TAGS = ("recompute", "ac_graph_id", "custom", "fxpar_chunk")
-
-
-def is_same_program(graph: fx.Graph, shapes: fx.Graph) -> bool:
-    """Return whether a graph and one on the meta device are the same program, so that
-    ``as_run`` orders both in the same way."""
-    place: dict[Any, fx.Node] = {}
-
-    def on_meta(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        return place[value] if isinstance(value, fx.Node) else value
-
-    if len(graph.nodes) != len(shapes.nodes):
-        return False
-    for node, other in zip(graph.nodes, shapes.nodes, strict=True):
-        place[node] = other
-        if node.op == "output":
-            args = fx.node.map_aggregate(node.args, on_meta)
-            return bool(tuple(args[0]) == tuple(other.args[0]))
-        if node.op == "placeholder":
-            same = other.op == node.op and _memory_layout(node) == _memory_layout(other)
-        else:
-            reads = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
-            same = (node.op, node.target) == (other.op, other.target)
-            same = same and reads == (other.args, other.kwargs)
-        a, b = node.meta, other.meta
-        if not same or any(a.get(tag) != b.get(tag) for tag in _TAGS):
-            return False
-    return True
-
-
-def _memory_layout(node: fx.Node) -> Any:
-    """Return the dtype, shape and strides of a node's tensor, or its other value."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.dtype, tuple(value.shape), value.stride()
-
-
 def phase_graph(parts: PhasedGraph, i: int) -> PhaseGraph:
     """Return a copy of the forward (0) or the backward (1) by itself, before it is
     ordered; of the whole graph if it has no backward."""

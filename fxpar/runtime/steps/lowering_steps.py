@@ -96,8 +96,9 @@ def apply_schedule(graph: fx.Graph, state: JointState) -> fx.Graph:
         state.schedule, state.near_misses = chosen.schedule, chosen.near_misses
         state.notes += (*chosen.notes, *((_SETTINGS_ALONE,) if state.open else ()))
         if not state.open:
-            state.others, state.run = tuple(map(str, chosen.others)), chosen.run
-            after = chosen.graph
+            state.others, after = tuple(map(str, chosen.others)), chosen.graph
+            # Ops on unequal shards are closed for the choice, not in what runs.
+            state.run = chosen.run if state.decided.is_even else None
     else:
         text = "" if request.options.schedule == "none" else request.options.schedule
         if recalled is not None and text == "auto":

@@ -27,7 +27,7 @@ from fxpar.graph.builder import Builder
 from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.split_merged_batch import split_merged_batch
-from fxpar.passes.order.forward_backward import as_run, is_same_program
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.check_user_rules import check_user_rules
 from fxpar.passes.simulate.launches import facts_of as facts_of_step
 from fxpar.passes.simulate.simulate_step import by_kind
@@ -296,12 +296,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
     settings, disable = state.schedule.settings, state.request.options.disable
     pipeline, peaks, run = state.request.pipeline, [], state.run
     signature = state.decided.program.signature
-    if (
-        run
-        and not disable
-        and not state.open
-        and is_same_program(state.graph, run.lowered)
-    ):
+    if run is not None and not disable:
         return by_kind(run.graph, signature, run.launches), ()
     graphs = [state.at_hints]
     if pipeline is not None:

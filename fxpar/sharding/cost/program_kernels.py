@@ -286,12 +286,6 @@ class ProgramKernels:
     # Whether each value is read, and by light ops alone.
     read_by_light: tuple[bool, ...]
 
-    @property
-    def of_equal_shards(self) -> ProgramKernels:
-        """Return the same without swaps that would give ranks equal work."""
-        works = (replace(w, balances=False) if w.balances else w for w in self.works)
-        return replace(self, works=tuple(works))
-
     def written_at(self, v: int) -> int:
         """Return when the kernel that writes a value first runs; 0 for inputs."""
         if v not in self.program.producers:
@@ -315,6 +309,13 @@ class ProgramKernels:
 def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKernels:
     """Return the kernels of a program. ``gathered``: values the backward makes again in
     any case, those computed from sharded parameters alone."""
+    key = frozenset(gathered), program.balances
+    if key not in program.kernel_cache:
+        program.kernel_cache[key] = _read(program, gathered)
+    return program.kernel_cache[key]
+
+
+def _read(program: Program, gathered: Collection[int]) -> ProgramKernels:
     run = _Run(program, gathered)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())

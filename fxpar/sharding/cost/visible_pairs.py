@@ -9,9 +9,6 @@ pairs. Sizes left open are taken as they were traced. Never: reads values of a m
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -21,10 +18,6 @@ from fxpar._torch.symbols import hint_of
 from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import BIASES, op_facts_of
-
-# (queries, keys, ahead): query ``i`` sees keys up to ``i + ahead``, which is an int, or
-# a function of the rank, as ``_expression`` writes it.
-_Block = tuple[int, int, Any]
 
 
 def visible_pairs(queries: int, keys: int, ahead: int) -> float:
@@ -41,11 +34,9 @@ def seen_share(node: fx.Node) -> float:
     names = defaults_of(node.target)
     if "is_causal" not in names and "ahead" not in names and "near_ahead" not in names:
         return 1.0
-    blocks = tuple(_blocks(node))
-    if not blocks:
-        return 1.0
     queries, keys = _rows(node)
-    return _most(blocks) / (queries * keys) if queries * keys else 1.0
+    most = max(_seen(node, rank) for rank in _ranks(node))
+    return most / (queries * keys) if queries * keys else 1.0
 
 
 def hidden_share(node: fx.Node) -> float:
@@ -101,7 +92,7 @@ def _rows(node: fx.Node) -> tuple[int, int]:
     names = defaults_of(node.target)
     if "max_q" in names:
         longest = (argument(node, name) for name in ("max_q", "max_k"))
-        queries, keys = (int(_on_rank(_expression(x), 0)) for x in longest)
+        queries, keys = (int(_on_rank(x, 0)) for x in longest)
         return queries, keys
     query = next(i for i, name in enumerate(names) if name in ("query", "q", "near"))
     tensors = (node.args[query + i] for i in range(2))
@@ -109,68 +100,49 @@ def _rows(node: fx.Node) -> tuple[int, int]:
     return queries, keys
 
 
-def _blocks(node: fx.Node) -> Iterator[_Block]:
-    """Yield the blocks that a mask by places leaves of a call; nothing if it has
-    none."""
+def _seen(node: fx.Node, rank: int) -> float:
+    """Return the pairs of a call that its mask leaves on a rank."""
     queries, keys = _rows(node)
     names = defaults_of(node.target)
+
+    def number(name: str) -> int:
+        return _on_rank(argument(node, name), rank)
+
     if "is_causal" in names:
-        if argument(node, "is_causal"):
-            yield queries, keys, 0
-        return
+        causal = argument(node, "is_causal")
+        return visible_pairs(queries, keys, 0) if causal else queries * keys
     if "ahead" in names:
-        yield queries, keys, _expression(argument(node, "ahead"))
-        return
-    near, far, gap = (
-        _expression(argument(node, name)) for name in ("near_ahead", "far_ahead", "gap")
-    )
-    for ahead in (near, far):
-        yield queries, keys // 2, ahead
-        yield queries, keys // 2, (operator.sub, ahead, gap)
+        return visible_pairs(queries, keys, number("ahead"))
+    starts, gap = (number("near_ahead"), number("far_ahead")), number("gap")
+    places = (ahead - back for ahead in starts for back in (0, gap))
+    return sum(visible_pairs(queries, keys // 2, ahead) for ahead in places)
 
 
-def _expression(x: Any) -> Any:
-    """Return a number of a local graph: itself, or (function, its arguments) where it
-    depends on the rank."""
-    if isinstance(x, tuple):
-        return tuple(map(_expression, x))
-    if not isinstance(x, fx.Node):
-        return hint_of(x)
-    arithmetic = getattr(x.target, "__module__", "") == "_operator"
-    if x.target in rank_ints.PLACES or arithmetic:
-        return (x.target, *map(_expression, x.args))
-    return hint_of(x.meta["val"])
+def _is_arithmetic(x: fx.Node) -> bool:
+    return getattr(x.target, "__module__", "") == "_operator"
 
 
 def _on_rank(x: Any, rank: int) -> Any:
-    """Return the value of an expression on a rank."""
-    if not isinstance(x, tuple) or not x or not callable(x[0]):
-        return x
-    function, *args = x
-    values = [_on_rank(a, rank) for a in args]
-    if function in rank_ints.PLACES:
-        return rank_ints.place(function, values, rank)
-    return function(*values)
+    """Return the value on a rank of a number of a local graph."""
+    if isinstance(x, tuple):
+        return tuple(_on_rank(a, rank) for a in x)
+    if not isinstance(x, fx.Node):
+        return hint_of(x)
+    if x.target in rank_ints.PLACES:
+        return rank_ints.place(x.target, _on_rank(x.args, rank), rank)
+    if _is_arithmetic(x):
+        return x.target(*_on_rank(x.args, rank))
+    return hint_of(x.meta["val"])
 
 
-def _places(x: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield mesh and axes of the parts of an expression that depend on the rank."""
-    if isinstance(x, tuple) and x and callable(x[0]):
-        if x[0] in rank_ints.PLACES:
-            yield x[1], x[2]
-        for argument in x[1:]:
-            yield from _places(argument)
-
-
-@lru_cache(4096)
-def _most(blocks: tuple[_Block, ...]) -> float:
-    """Return the pairs of all blocks, on the rank that has most."""
-    places = [place for *_, ahead in blocks for place in _places(ahead)]
-    ranks: tuple[int, ...] = (0,)
-    if places:
-        mesh, axes = Mesh.parse(places[0][0]), {a for _, own in places for a in own}
-        ranks = mesh.group(0, tuple(axes))
-    return max(
-        sum(visible_pairs(rows, keys, _on_rank(at, rank)) for rows, keys, at in blocks)
-        for rank in ranks
-    )
+def _ranks(node: fx.Node) -> tuple[int, ...]:
+    """Return the ranks on which numbers that a call reads differ."""
+    axes, mesh, pending = dict[str, None](), "", [*node.all_input_nodes]
+    while pending:
+        x = pending.pop()
+        if x.target in rank_ints.PLACES:
+            mesh, own = x.args[:2]
+            axes |= dict.fromkeys(own)
+        if x.target in rank_ints.PLACES or _is_arithmetic(x):
+            pending += x.all_input_nodes
+    return Mesh.parse(mesh).group(0, tuple(axes)) if axes else (0,)

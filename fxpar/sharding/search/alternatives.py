@@ -16,13 +16,15 @@ import numpy as np
 
 from fxpar.errors import PlanError
 from fxpar.sharding.search.run_search import SearchResult
-from fxpar.sharding.solver import Infeasible, resolve
+from fxpar.sharding.solver import Infeasible, solve
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from fxpar.units import difference, percent_more, short_seconds
 
 # How many strategies are solved again: the best with everything else as it is.
 TRIED = 4
+# Seconds of work of each at most.
+_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ def alternatives(
     first = (
         0 if node.kind == "input" else len(formulation.program.ops[node.of].operands)
     )
-    out = []
+    out, start = [], list(result.solution.choice)
     for k in rows:
         strategy = node.strategies[k] if node.strategies else None
         specs = tuple(formulation.pool[n] for n in node.specs[k, first:])
         try:
-            cost = resolve(formulation.problem, {number: k}, result.solution).cost
+            start[number] = k
+            pinned = {number: k}
+            cost = solve(formulation.problem, _SECONDS, fixed=pinned, start=start).cost
         except Infeasible:
             cost = math.inf
         out.append(Alternative(strategy, specs, cost + formulation.launches))

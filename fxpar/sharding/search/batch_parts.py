@@ -11,7 +11,7 @@ activations of the parts in flight. Never: looks at specs, or changes a graph.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.sharding.cost.program_kernels import ProgramKernels, Work, kernels_of
@@ -24,21 +24,6 @@ WIDE = 4
 
 # Kinds of entries that a stage holds all the time, for its own part of the program.
 STATIC = ("parameter", "optimizer", "buffer", "gradient", "gathered", "accumulated")
-
-
-# Kernels of a program, by the set of values that are gathered twice.
-SharedKernels = dict[frozenset[int], ProgramKernels]
-
-
-def kernels_once(
-    program: Program, gathered: Collection[int], shared: SharedKernels
-) -> ProgramKernels:
-    """Return the kernels of a program, which are added to ``shared`` if they are not
-    there."""
-    key = frozenset(gathered)
-    if key not in shared:
-        shared[key] = kernels_of(program, gathered)
-    return shared[key]
 
 
 @dataclass(frozen=True)
@@ -72,8 +57,6 @@ class PartProgram:
     in_flight: int = 1
     # How inputs of open layout are stored along the axis of stages.
     free_along_stages: str = "own"
-    # Kernels of the whole program; its ``PartProgram``s share them.
-    whole_kernels: SharedKernels = field(default_factory=dict)
     # Number of parts that are priced: one, or all.
     paid: int = 1
 
@@ -99,6 +82,7 @@ class PartProgram:
                 for op, cut in zip(self.whole.ops, self.cut.factors, strict=True)
             ],
             values=list(map(self._value, self.whole.values)),
+            kernel_cache={},
         )
 
     def _value(self, value: Value) -> Value:
@@ -108,7 +92,7 @@ class PartProgram:
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
         """Return the kernels of one part."""
-        whole_kernels = kernels_once(self.whole, gathered, self.whole_kernels)
+        whole_kernels = kernels_of(self.whole, gathered)
         works = (
             self._work(op, work)
             for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)

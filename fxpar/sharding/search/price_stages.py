@@ -200,21 +200,13 @@ def _may_begin(places: np.ndarray, stage: int, pins: Mapping[int, int]) -> np.nd
 
 
 def _candidates(crossing: Sequence[float], stages: int, every: bool) -> list[int]:
-    """Return both ends, and the places between at which least is sent, or ``every``
-    place."""
+    """Return both ends and, of equal stretches between, the place at which least is
+    sent, or ``every`` place."""
     inner = [i for i in range(1, len(crossing)) if math.isfinite(crossing[i])]
-    order = sorted(inner, key=lambda i: crossing[i])
-    most = len(order) if every else max(MOST, 2 * stages)
-    if len(order) > most:
-        least = [i for i in order if crossing[i] <= crossing[order[stages]]]
-        if len(least) > most:
-            order = [least[k * len(least) // most] for k in range(most)]
-        else:
-            rest = order[len(least) :]
-            room = most - len(least)
-            step = max(1, len(rest) // max(room, 1))
-            order = least + sorted(rest)[::step][:room]
-    return [0, *sorted(order), len(crossing)]
+    count = len(crossing) if every else max(MOST, 2 * stages)
+    stretches = (x.tolist() for x in np.array_split(inner, count) if len(x))
+    least = (min(places, key=crossing.__getitem__) for places in stretches)
+    return [0, *least, len(crossing)]
 
 
 def _slowest(works: Sequence[np.ndarray]) -> float:

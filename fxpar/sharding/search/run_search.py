@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -143,8 +143,6 @@ STOPPED = (
 )
 # Gap at which the first rough solve ends.
 _ROUGH = 0.01
-# The share of the seconds that beginning again takes in addition.
-AGAIN = 0.25
 
 
 @dataclass(frozen=True)
@@ -165,8 +163,6 @@ class SearchOptions:
     ranked: bool = True
     # Whether layers that repeat take equal choices: quick, and nothing is proved.
     equal_layers: bool = False
-    # Whether, if the gap is wide, it begins again from plans as made by hand.
-    by_hand: bool = True
 
     @property
     def budget(self) -> float:
@@ -301,37 +297,6 @@ def search(
     except Infeasible as error:
         raise _too_large(error, formulation) from None
     return SearchResult(formulation, solution, built)
-
-
-def begun_from(
-    result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
-) -> SearchResult:
-    """Return the result of a search that begins again from the cheapest of some known
-    strategies of all ops, if that is cheaper than ``result``; else ``result``. Takes at
-    most the share ``AGAIN`` of the seconds."""
-    begun, end = time.perf_counter(), work_clock.now() + AGAIN * options.seconds
-    best, start = result.solution.cost, None
-    for strategies in by_hand:
-        try:
-            priced = cost_of(
-                result.formulation, strategies, options.seconds * AGAIN / 3
-            )
-        except (Infeasible, PlanError):
-            continue
-        if priced.cost < best:
-            best, start = priced.cost, priced.choice
-    if start is None:
-        return result
-    problem, first_solution = result.formulation.problem, result.solution
-    solution = solve(problem, work_clock.left(end), start=start, tolerance=_CLOSE)
-    solution = replace(
-        solution,
-        bound=max(first_solution.bound, solution.bound),
-        seconds=first_solution.seconds + time.perf_counter() - begun,
-        notes=first_solution.notes + solution.notes,
-        stopped=first_solution.stopped or solution.stopped,
-    )
-    return replace(result, solution=solution)
 
 
 # Problems with at most this many strategies count as small.

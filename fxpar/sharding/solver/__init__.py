@@ -11,10 +11,9 @@ from fxpar.sharding.solver.problem import (
     Live,
     Problem,
     Solution,
-    SolverPhase,
     evaluate,
 )
-from fxpar.sharding.solver.solve import resolve, solve
+from fxpar.sharding.solver.solve import solve
 
 __all__ = [
     "Edge",
@@ -22,8 +21,6 @@ __all__ = [
     "Live",
     "Problem",
     "Solution",
-    "SolverPhase",
     "evaluate",
-    "resolve",
     "solve",
 ]

@@ -7,13 +7,8 @@ usage, less the price of all room (Lagrangian duality); it holds for any prices,
 rounding and early ends cost tightness only.
 
 Steps: Polyak's, with a deflected subgradient (Camerini, Fratta and Maffioli, "On
-improving relaxation methods by modified gradient techniques", 1975).
-
-For small problems columns are quicker (``generate``): a linear program over the choices
-met so far gives the prices that would be best if there were no others; message passing
-at prices between these and the best ones answers with another choice (Kelley's cutting
-planes, J. SIAM 8, 1960, for the dual; the prices in between are Wentges's, Int. Trans.
-Oper. Res. 4, 1997). Never: claims a bound that message passing has not proved.
+improving relaxation methods by modified gradient techniques", 1975). Never: claims a
+bound that message passing has not proved.
 
 Where nothing may fit, ``least_excess`` finds how far over the limit one must go: a
 choice whose largest excess over a row's room is small, and a lower bound on the largest
@@ -149,83 +144,6 @@ def _note(best: Priced, flat: Flat, state: message_passing.Messages) -> np.ndarr
     if cost < best.cost and fits(flat, usage):
         best.choice, best.cost = choice, cost
     return usage
-
-
-# Sweeps at each vector of prices; weight of the best prices in the next; rounds without
-# a new choice that end it.
-_SWEEPS, _STAY, _IDLE = 10, 0.5, 3
-
-
-def generate(
-    flat: Flat, deadline: float, prices: np.ndarray, tolerance: float = 1e-5
-) -> Priced:
-    """Return prices, starting from ``prices``, when no choice met later can raise the
-    bound by more than ``tolerance`` of it, nothing new is met, or at the deadline."""
-    state = message_passing.start(flat)
-    best = Priced(prices, -math.inf, None, math.inf)
-    decodings: dict[bytes, tuple[np.ndarray, float, np.ndarray]] = {}
-    idle, most = 0, 1.0
-    message_passing.converge(state, priced_unary(flat, prices), deadline, patience=6)
-    while idle < _IDLE and work_clock.left(deadline) > 0:
-        unary = priced_unary(flat, prices)
-        bound = state.sweep(unary, _SWEEPS) + flat.constant - float(prices @ flat.room)
-        if bound > best.bound:
-            best.bound, best.prices = bound, prices
-        before = len(decodings)
-        for rounds in (0, 20):
-            choice = state.choice.copy()
-            state.descend(unary, choice, rounds)
-            _meet(flat, best, decodings, choice)
-        idle = 0 if len(decodings) > before else idle + 1
-        if not decodings:
-            break
-        most = max(most, 10 * abs(bound))
-        goal, ahead = _master(flat, list(decodings.values()), most)
-        if goal - best.bound <= tolerance * abs(goal):
-            break
-        stay = _STAY if idle == 0 else 0.0
-        prices = stay * best.prices + (1 - stay) * ahead
-    return best
-
-
-def _meet(flat: Flat, best: Priced, decodings: dict, choice: np.ndarray) -> None:
-    """Keep a choice if it is allowed, and as the best if it is the cheapest that
-    fits."""
-    cost, key = cost_of(flat, choice), choice.tobytes()
-    if key in decodings or not math.isfinite(cost):
-        return
-    used = usage_of(flat, choice)
-    decodings[key] = choice, cost, used - flat.room
-    if cost < best.cost and fits(flat, used):
-        best.choice, best.cost = choice, cost
-
-
-def _master(flat: Flat, decodings: list, most: float) -> tuple[float, np.ndarray]:
-    """Return (bound, prices) that would be the best if there were no other choices; the
-    price of all room is ``most`` at most."""
-    from scipy.optimize import linprog
-
-    costs = np.array([cost for _, cost, _ in decodings])
-    over = np.stack([excess for _, _, excess in decodings])
-    scale = float(np.abs(flat.room).max()) or 1.0
-    rows = np.flatnonzero((over > 0).any(0))
-    prices = np.zeros(len(flat.room))
-    if not len(rows):
-        return float(costs.min()), prices
-    # bound - sum over rows of price * excess <= cost, for every choice.
-    matrix = np.hstack([np.ones((len(decodings), 1)), -over[:, rows] / scale])
-    total = np.append(0.0, np.ones(len(rows)))
-    result = linprog(
-        np.append(-1.0, np.zeros(len(rows))),
-        A_ub=np.vstack([matrix, total]),
-        b_ub=np.append(costs, most),
-        bounds=[(None, None)] + [(0, None)] * len(rows),
-        method="highs",
-    )
-    if result.x is None:
-        return math.inf, prices
-    prices[rows] = result.x[1:] / scale
-    return float(result.x[0]), prices
 
 
 class Excess(NamedTuple):

@@ -7,7 +7,6 @@ reduced exactly and given to the integer program. Never: leaves the limit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,16 +39,16 @@ def improve(
     bound: float,
     merit: np.ndarray,
     tolerance: float = 1e-9,
-) -> tuple[np.ndarray, int]:
-    """Return a choice at least as good and the number of windows solved, working until
-    the gap to ``bound`` is within ``tolerance`` or the deadline.
+) -> np.ndarray:
+    """Return a choice at least as good, working until the gap to ``bound`` is within
+    ``tolerance`` or the deadline.
 
     ``merit``: (strategies,) how much worse than its node's best each looks, by which
     some windows leave strategies out, to be larger.
     """
     random = np.random.default_rng(0)
     cost = cost_of(flat, choice)
-    targets, solved = np.full(len(_SHARES), float(_FIRST)), 0
+    targets = np.full(len(_SHARES), float(_FIRST))
     late = 0.0  # the most a window was late
     picks: list[Callable] = [_ball, _living, _mixed]
     while cost - bound > tolerance * abs(cost):
@@ -67,7 +66,6 @@ def improve(
             free = pick(flat, choice, weight, target, random)
         until = begun + min(seconds_left - 0.02, max(1.0, seconds_left / 20))
         window_choice, proved = solve_window(flat, choice, free, until, keep)
-        solved += 1
         spent = work_clock.now() - begun
         late = max(late, begun + spent - until)
         if window_choice is not None:
@@ -79,40 +77,7 @@ def improve(
         quick = proved and spent < max(0.5, seconds_left / 60)
         change = 1.15 if quick else 0.8 if proved else 0.5
         targets[turn] = np.clip(target * change, _LEAST, _MOST)
-    return choice, solved
-
-
-def around(
-    flat: Flat, choice: np.ndarray, nodes: list[int], deadline: float
-) -> np.ndarray | None:
-    """Return the choice with windows that contain ``nodes`` chosen anew; None if none
-    fits. Each window is about three times the last, until three in a row bring nothing
-    or the deadline. ``choice`` itself may exceed the limit or be forbidden."""
-    random = np.random.default_rng(0)
-    weight = variables_of(flat, np.ones(len(flat.unary), bool))
-    fitting = math.isfinite(cost_of(flat, choice)) and fits(
-        flat, usage_of(flat, choice)
-    )
-    target, idle, best = 1_000.0, 0, choice if fitting else None
-    while idle < 3 and (seconds_left := work_clock.left(deadline)) > 0.02:
-        seeds = nodes or [0]
-        if best is None and len(flat.room) and target > 1_000.0:
-            alive = _living(flat, choice, weight, target / 2, random)
-            seeds = sorted({*nodes, *alive.tolist()})
-        free = np.arange(len(flat.size))
-        if weight.sum() > target:
-            free = np.array(_grow(flat, seeds, weight, target, random), np.int64)
-        until = deadline - seconds_left / 2
-        window_choice, _ = solve_window(flat, choice, free, until)
-        before = math.inf if best is None else cost_of(flat, best)
-        gain = window_choice is not None and cost_of(flat, window_choice) < before
-        if window_choice is not None and gain:
-            best = choice = window_choice
-        idle = 0 if gain or best is None else idle + 1
-        if len(free) == len(flat.size):
-            break
-        target *= 3
-    return best
+    return choice
 
 
 def solve_window(
@@ -120,25 +85,22 @@ def solve_window(
     choice: np.ndarray,
     free: np.ndarray,
     deadline: float,
-    keep: np.ndarray | None = None,
+    keep: np.ndarray,
 ) -> tuple[np.ndarray | None, bool]:
-    """Return the choice with the free nodes chosen anew among the strategies of the
-    mask ``keep`` (or None), and whether that is optimal."""
+    """Return a choice that fits with the free nodes chosen anew among the strategies of
+    the mask ``keep``, or None, and whether it is optimal."""
     net = restrict(flat, choice, free)
     try:
-        if keep is not None and not keep.all():
+        if not keep.all():
             for k, i in enumerate(free.tolist()):
                 net.keep(k, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
         inside = [np.searchsorted(net.names[k], choice[i]) for k, i in enumerate(free)]
-        fitting = fits(flat, usage_of(flat, choice))
-        forbid_above(net, _inner_cost(net, inside) if fitting else math.inf)
+        forbid_above(net, _inner_cost(net, inside))
         reduce(net, deadline)
     except Infeasible:
         return None, True
     core = Flat(net)
     magnitude = max(abs(cost_of(flat, choice) - flat.constant), 1e-300)
-    if not math.isfinite(magnitude):
-        magnitude = 1.0 + float(np.abs(core.unary).max(initial=0))
     best, proved = _settle(core, magnitude, deadline)
     if best is None:
         return None, proved

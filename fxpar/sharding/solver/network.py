@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fxpar.sharding.solver import work_clock
-from fxpar.sharding.solver.problem import Infeasible, Problem, range_sums, with_inf
+from fxpar.sharding.solver.problem import Infeasible, Problem, range_sums
 
 T = TypeVar("T")
 
@@ -141,8 +141,7 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
     tables = Tables()
     count = len(problem.costs)
     work_clock.did(_BUILD * (count + len(problem.edges)))
-    own = {id(cost): with_inf(cost) for cost in problem.costs}
-    unary = [own[id(cost)] for cost in problem.costs]
+    unary = list(problem.costs)
     net = Network(
         unary,
         [{} for _ in range(count)],
@@ -152,12 +151,11 @@ def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
         [np.arange(len(cost)) for cost in unary],
         set(range(count)),
     )
-    shared = list(map(with_inf, problem.tables))
     for i, j, t in problem.edges:
         if i == j:
-            unary[i] = unary[i] + np.diagonal(shared[t])
+            unary[i] = unary[i] + np.diagonal(problem.tables[t])
         else:
-            net.connect(i, j, shared[t])
+            net.connect(i, j, problem.tables[t])
     for i, k in (fixed or {}).items():
         pinned = np.full(len(unary[i]), np.inf)
         pinned[k] = unary[i][k]

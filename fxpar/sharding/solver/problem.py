@@ -16,9 +16,6 @@ import numpy as np
 
 from fxpar.errors import FxparError
 
-# A cost from here on means "not allowed", as inf does.
-FORBIDDEN = 1e18
-
 
 class Live(NamedTuple):
     """Is the memory a node occupies while it lives."""
@@ -43,8 +40,8 @@ class Problem:
 
     costs: tuple[np.ndarray, ...]  # (K_i,) cost of each strategy of node i, K_i >= 1
     edges: tuple[Edge, ...] = ()  # pairs of nodes, with the table of each
-    # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
-    # (or >= 1e18) for "not allowed".
+    # (K_i, K_j) arrays, each used by any number of ``edges``. A cost is finite, or inf
+    # for "not allowed".
     tables: tuple[np.ndarray, ...] = ()
     memory: tuple[Live, ...] = ()  # which node occupies memory when
     # The most that may live at any time, in the unit of ``Live.usage``; None: no limit.
@@ -65,15 +62,6 @@ class Problem:
             assert all(self.tied[r] == r for r in self.tied), "a tie of a tie"
 
 
-class SolverPhase(NamedTuple):
-    """Is one line of the log."""
-
-    name: str
-    seconds: float
-    cost: float  # cost of the best choice after it
-    bound: float  # bound after it
-
-
 @dataclass(frozen=True)
 class Solution:
     """Is a choice within the limit."""
@@ -83,9 +71,6 @@ class Solution:
     bound: float  # no choice costs less
     seconds: float
     peak: float  # the most memory in use at any time
-    notes: tuple[SolverPhase, ...] = ()  # the log
-    # (time, price of a unit of memory there), where the bound has prices.
-    prices: tuple[tuple[int, float], ...] = ()
     # Cost of the best choice found without the limit, if one was searched for.
     unlimited: float | None = None
     stopped: bool = False  # wall-clock time ended it: another run may answer otherwise
@@ -101,25 +86,17 @@ class Solution:
 class Infeasible(FxparError, ValueError):
     """Says that no choice is allowed, or none was found that fits.
 
-    ``smallest``: the least peak reached; ``least``: no choice has a smaller peak than
-    this (the two are nan where pairs of strategies forbid every choice); ``largest``:
-    (node, usage) of the largest entries at the time of the peak; ``choice``: the choice
-    with the least peak reached.
+    ``choice``: the allowed choice of the least peak met.
     """
 
     def __init__(
         self,
         what: str,
-        smallest: float = math.nan,
-        least: float = math.nan,
         limit: float | None = None,
-        largest: Sequence[tuple[int, float]] = (),
         choice: Sequence[int] | None = None,
     ) -> None:
         super().__init__(what)
-        self.smallest, self.least, self.limit = smallest, least, limit
-        self.largest = list(largest)
-        self.choice = choice
+        self.limit, self.choice = limit, choice
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
@@ -128,7 +105,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
     parts = [float(c[k]) for c, k in zip(problem.costs, choice, strict=True)]
     tables = problem.tables
     parts += [float(tables[t][choice[i], choice[j]]) for i, j, t in problem.edges]
-    if any(part >= FORBIDDEN for part in parts):
+    if math.inf in parts:
         return math.inf, peak(problem, choice)[0]
     return math.fsum(parts), peak(problem, choice)[0]
 
@@ -159,19 +136,6 @@ def range_sums(
     return np.cumsum(change[:-1])
 
 
-def largest_at(
-    problem: Problem, choice: Sequence[int], time: int
-) -> list[tuple[int, float]]:
-    """Return (node, usage) of the 5 entries that occupy most at a time, largest
-    first."""
-    live = [
-        (m.node, float(m.usage[choice[m.node]]))
-        for m in problem.memory
-        if m.begin <= time < m.end
-    ]
-    return sorted(live, key=lambda item: (-item[1], item[0]))[:5]
-
-
 def tie(problem: Problem) -> tuple[Problem, list[int]]:
     """Return the problem in which tied nodes are one node, and the index of each old
     node in it.
@@ -184,9 +148,8 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
     place = {head: k for k, head in enumerate(heads)}
     to = [place[head] for head in problem.tied]
     costs = [np.zeros(len(problem.costs[head])) for head in heads]
-    shared = {id(cost): with_inf(cost) for cost in problem.costs}
     for i, cost in enumerate(problem.costs):
-        costs[to[i]] = costs[to[i]] + shared[id(cost)]
+        costs[to[i]] = costs[to[i]] + cost
     counts: dict[Edge, int] = {}
     for i, j, t in problem.edges:
         edge = Edge(to[i], to[j], t)
@@ -198,14 +161,8 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
         key = (edge.table, count)
         if key not in table_of:
             table_of[key] = len(tables)
-            tables.append(with_inf(problem.tables[edge.table]) * count)
+            tables.append(problem.tables[edge.table] * count)
         edges.append(Edge(edge.i, edge.j, table_of[key]))
     memory = tuple(m._replace(node=to[m.node]) for m in problem.memory)
     tied = Problem(tuple(costs), tuple(edges), tuple(tables), memory, problem.limit)
     return tied, to
-
-
-def with_inf(array: np.ndarray) -> np.ndarray:
-    """Return costs in which all that is not allowed is inf."""
-    out = np.asarray(array, float)
-    return np.where(out >= FORBIDDEN, np.inf, out)

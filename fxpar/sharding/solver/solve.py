@@ -9,7 +9,6 @@ bound above the optimum.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -37,33 +36,26 @@ from fxpar.sharding.solver.problem import (
     Infeasible,
     Problem,
     Solution,
-    SolverPhase,
     evaluate,
-    largest_at,
     peak,
     tie,
 )
 
 
 class Search:
-    """Holds the best choice and bound so far, and the log."""
+    """Holds the best choice and bound so far."""
 
     def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
         self.problem, self.tolerance = problem, tolerance
-        self.begun = self.lap = time.perf_counter()
+        self.begun = time.perf_counter()
         began = work_clock.now()
         self.enough = math.inf  # a bound that ends the search
         # Phases may be late by the work they do between two looks at the clock.
         self.deadline = began + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
         self.choice: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf
-        # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
+        # Where nothing fits: the choice of the smallest peak met.
         self.nearest: tuple[int, ...] | None = None
-        self.least = 0.0
-        self.notes: list[SolverPhase] = []
-        self.prices: tuple[tuple[int, float], ...] = ()
-        arrays = itertools.chain(problem.costs, problem.tables)
-        self.whole = all(np.all(np.isinf(x) | (x == np.rint(x))) for x in arrays)
 
     def offer(self, choice: Sequence[int] | None) -> bool:
         """Take a choice of the Problem's nodes if it fits and is cheaper; return
@@ -78,19 +70,10 @@ class Search:
         return True
 
     def raise_bound(self, bound: float) -> None:
-        """Take a bound if it is higher. Whole costs have a whole optimum."""
+        """Take a bound if it is higher."""
         if bound == math.inf and self.choice is not None:
             return  # a choice that fits only within rounding may count as infeasible
-        bound -= 1e-11 * abs(bound)
-        if self.whole and math.isfinite(bound):
-            bound = math.ceil(bound - 1e-6)
-        self.bound = max(self.bound, bound)
-
-    def note(self, name: str) -> None:
-        """Write a line of the log."""
-        now = time.perf_counter()
-        self.notes.append(SolverPhase(name, now - self.lap, self.cost, self.bound))
-        self.lap = now
+        self.bound = max(self.bound, bound - 1e-11 * abs(bound))
 
     def seconds_left(self) -> float:
         """Return the seconds of work until the deadline."""
@@ -115,8 +98,6 @@ class Search:
             min(self.bound, self.cost),
             time.perf_counter() - self.begun,
             peak(self.problem, self.choice)[0],
-            tuple(self.notes),
-            self.prices,
             stopped=work_clock.is_stopped(),
         )
 
@@ -141,27 +122,14 @@ def _nothing_fits(search: Search) -> Infeasible:
     """Return the error for a problem without an answer, with the choice that came
     closest."""
     problem, closest = search.problem, search.nearest
-    if closest is None:
-        return Infeasible(
-            "no choice is allowed: every one is forbidden or exceeds the limit"
-            if search.bound == math.inf
-            else "no allowed choice was found in the time given",
-            limit=problem.limit,
-        )
-    least_peak, time_of_peak = peak(problem, closest)
-    proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
-    largest = largest_at(problem, closest, time_of_peak)
-    items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
-    return Infeasible(
-        f"the limit is {problem.limit:.6g}; the smallest peak "
-        f"{'there is' if proved else 'found'} needs {least_peak:.6g} "
-        f"(at time {time_of_peak}; largest: {items})",
-        least_peak,
-        search.least,
-        problem.limit,
-        largest,
-        closest,
-    )
+    if closest is not None:
+        need = peak(problem, closest)[0]
+        what = f"the smallest peak found is {need:.6g}, the limit {problem.limit:.6g}"
+    elif search.bound == math.inf:
+        what = "no choice is allowed: every one is forbidden or exceeds the limit"
+    else:
+        what = "no allowed choice was found in the time given"
+    return Infeasible(what, problem.limit, closest)
 
 
 # A gap below this is rounding.
@@ -171,8 +139,6 @@ _PROGRAM = 250_000
 # Solving with tied nodes as one first pays if at most this share of a problem's nodes
 # is left.
 _REPEATS = 0.6
-# With at most this many variables, solving again is as quick as a short cut.
-_SMALL = 20_000
 
 
 def solve(
@@ -201,50 +167,14 @@ def solve(
         net = build(problem, fixed)
         if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
             search.offer(start)
-        search.note("build")
         if _is_repetitive(problem) and not fixed:
             _layered(search, net)
         elif not len(net.room):
             _pass(search, net, Flat(net), 0.15)
-            search.note("messages")
         if not search.closed() and search.seconds_left() > 0:
             reduce(net, work_clock.now() + 0.4 * search.seconds_left())
-            search.note("reduce")
             _core(search, net, seconds / 4)
         return search.result()
-
-
-def resolve(
-    problem: Problem,
-    fixed: Mapping[int, int],
-    start: Solution,
-    seconds: float = 2.0,
-) -> Solution:
-    """Solve again with some nodes pinned to a strategy, from a solution of the problem
-    without the pins, in at most ``seconds``.
-
-    Small problems are solved to the end. In others the choice changes in windows that
-    grow around the pinned nodes until growing no longer pays; the bound is the one of
-    ``start``. Where no window fits, the whole problem is solved.
-
-    Raises Infeasible as ``solve`` does.
-    """
-    message_passing.warm()
-    with work_clock.within(seconds):
-        search = Search(problem, seconds, EXACT)
-        net = build(problem, fixed)
-        flat = Flat(net)
-        search.bound = start.bound
-        search.note("build")
-        if milp.variables(flat) > _SMALL:
-            choice = project(net, flat, start.choice)
-            pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-            neighbor = neighborhood_search.around(flat, choice, pinned, search.deadline)
-            offer(search, net, flat, neighbor)
-            search.note("windows")
-        if search.choice is not None:
-            return search.result()
-        return solve(problem, max(search.seconds_left(), 0.05), fixed=fixed)
 
 
 def _core(search: Search, net: Network, certify: float) -> None:
@@ -257,11 +187,9 @@ def _core(search: Search, net: Network, certify: float) -> None:
             search.raise_bound(net.constant)
         elif search.choice is None:
             search.nearest = net.expand()
-            search.least = (search.problem.limit or 0.0) - float(flat.room.min())
             search.bound = math.inf
         return
     _pass(search, net, flat, 0.03 if len(flat.room) else 0.2)
-    search.note("messages on the core")
     if search.closed():
         return
     unary = flat.unary
@@ -271,19 +199,16 @@ def _core(search: Search, net: Network, certify: float) -> None:
         unary = _take(search, net, flat, priced)
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
-        search.note("least excess")
     small = milp.variables(flat) <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
         until = work_clock.now() + share * search.seconds_left()
-        magnitude = max(abs(search.bound), 1e-300)
+        magnitude = abs(search.bound) or 1.0
         answer = milp.solve_program(flat, until, magnitude=magnitude)
         search.raise_bound(answer.bound)
         offer(search, net, flat, answer.choice)
-        search.note("integer program")
     if search.choice is not None and not search.closed():
         _improve(search, net, flat, unary)
-        search.note("windows")
 
 
 def _take(
@@ -292,10 +217,7 @@ def _take(
     """Take the bound and choice that prices have brought; return costs with them."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
-    search.prices = lagrangian.prices_by_moment(flat, priced.prices)
-    unary = lagrangian.priced_unary(flat, priced.prices)
-    search.note("prices")
-    return unary
+    return lagrangian.priced_unary(flat, priced.prices)
 
 
 def _is_repetitive(problem: Problem) -> bool:
@@ -323,32 +245,27 @@ def _layered(search: Search, net: Network) -> None:
     """Solve with tied nodes as one, which is small, and give all nodes its answer; then
     bound the whole problem, under a limit from the prices found so."""
     small, to = tie(search.problem)
-    limited = len(net.room) > 0
     try:
-        share = 0.08 if limited else 0.45
+        share = 0.08 if len(net.room) else 0.45
         tied_solution = solve(small, share * search.seconds_left(), tolerance=1e-4)
     except Infeasible:
-        search.note("layers as one: none")
         return
     search.offer([tied_solution.choice[k] for k in to])
-    search.note("layers as one")
     if search.choice is None:
         return
-    prices = _tied_prices(search, small, tied_solution.prices) if limited else ()
     reduce(net, work_clock.now() + 0.3 * search.seconds_left())
     flat = Flat(net)
-    search.note("reduce")
     if search.closed() or not len(flat.size):
         return
     unary = flat.unary
     if len(flat.room):
+        prices = _tied_prices(search, small)
         until = work_clock.now() + 0.5 * search.seconds_left()
-        begin = lagrangian.prices_at(flat, prices)
         priced = lagrangian.raise_prices(
             flat,
             until,
             target=search.cost,
-            prices=begin,
+            prices=lagrangian.prices_at(flat, prices),
             patience=10,
             tolerance=max(1e-6, search.tolerance),
         )
@@ -358,10 +275,8 @@ def _layered(search: Search, net: Network) -> None:
         choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         offer(search, net, flat, choice)
-        search.note("messages")
     if not search.closed():
         _improve(search, net, flat, unary)
-        search.note("windows")
 
 
 def pass_pruned(
@@ -404,19 +319,14 @@ def pass_pruned(
     return np.array(net.expand(core.nodes, better), np.int64), bound
 
 
-def _tied_prices(
-    search: Search, small: Problem, prices: Sequence[tuple[int, float]]
-) -> tuple[tuple[int, float], ...]:
-    """Return the prices that are best with tied nodes as one, from those found there
-    first."""
+def _tied_prices(search: Search, small: Problem) -> tuple[tuple[int, float], ...]:
+    """Return the prices that are best with tied nodes as one, found with more patience
+    than a problem of all nodes allows."""
     core = build(small)
     reduce(core, work_clock.now() + 0.1 * search.seconds_left())
     tied = Flat(core)
-    if not len(tied.room):
-        return ()
     until = work_clock.now() + 0.1 * search.seconds_left()
-    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
-    search.note("prices of layers as one")
+    priced = lagrangian.raise_prices(tied, until, patience=200)
     return lagrangian.prices_by_moment(tied, priced.prices)
 
 
@@ -435,7 +345,6 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     if excess.choice is not None:
         search.nearest = net.expand(flat.nodes, excess.choice)
         search.offer(search.nearest)
-    search.least = max(search.least, search.problem.limit + excess.bound)
     if search.choice is None and excess.bound > flat.slack:
         search.bound = math.inf
 
@@ -450,7 +359,7 @@ def _improve(search: Search, net: Network, flat: Flat, unary: np.ndarray) -> Non
     state = message_passing.start(flat)
     until = work_clock.now() + 0.1 * search.seconds_left()
     message_passing.converge(state, unary, until, patience=10)
-    choice, _ = neighborhood_search.improve(
+    choice = neighborhood_search.improve(
         flat,
         choice,
         search.deadline,

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.fusion.overlap_candidates import shapes_of
-from fxpar.graph.builder import copy_of
-from fxpar.passes.order.forward_backward import as_run, is_same_program, regather
+from fxpar.fusion.choose_schedule import Attempts
+from fxpar.passes.order.forward_backward import as_run, regather
 from fxpar.passes.simulate.simulate_step import by_kind
 from fxpar.runtime.steps import plan_steps
 from fxpar.sharding.cost.hardware_table import lookup
@@ -32,9 +31,6 @@ from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.solver import evaluate
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.programs import local_graph
-
-aten = torch.ops.aten
-all_reduce = torch.ops._c10d_functional.all_reduce.default
 
 # What moves collectives about, which holds buffers for longer: of small models, all.
 MOVES = "bucket,sink_waits,prefetch,drain"
@@ -104,37 +100,16 @@ class Two(nn.Module):
 def test_what_a_schedule_was_chosen_by_is_not_ordered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its memory is told of the graph that was simulated, where that is the same."""
+    """Its memory is told of the graph that was simulated."""
     monkeypatch.setenv("FXPAR_HARDWARE", "cpu")
     loss, batch = build_loss("llama")
     options = {**batch, "schedule": "auto"}
     with mock.patch.object(plan_steps, "as_run", side_effect=as_run) as ordered:
         plan = planned(loss, **options)
         assert not ordered.called
-        with mock.patch.object(plan_steps, "is_same_program", return_value=False):
+        with mock.patch.object(Attempts, "_run_of", return_value=None):
             assert planned(loss, **options).memory == plan.memory
         assert ordered.called
-
-
-@pytest.mark.parametrize("change", ["none", "constant", "order", "tag", "result"])
-def test_programs_that_run_alike(change: str) -> None:
-    plan = planned(Two(), torch.randn(8, 16))
-    graph, shapes = copy_of(plan.result.local), shapes_of(plan.result.local)
-    relu = graph.find_nodes(op="call_function", target=aten.relu.default)[0]
-    output = graph.output_node()
-    if change == "constant":
-        reduction = graph.find_nodes(op="call_function", target=all_reduce)[0]
-        reduction.args = (reduction.args[0], "max", *reduction.args[2:])
-    elif change == "order":
-        calls = [n for n in graph.nodes if n.op == "call_function"]
-        pairs = itertools.pairwise(calls)
-        a, b = next((a, b) for a, b in pairs if a not in b.all_input_nodes)
-        b.append(a)
-    elif change == "tag":
-        relu.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    elif change == "result":
-        output.args = ([*output.args[0][:-1], output.args[0][0]],)
-    assert is_same_program(graph, shapes) == (change == "none")
 
 
 def test_kinds_by_hand() -> None:
@@ -179,7 +154,7 @@ def test_saved_activations_grow_with_layers() -> None:
 
 def lives(program: Program) -> tuple[set[str], set[str]]:
     """Names of what is written to memory, and of what the backward computes again."""
-    found = kernels_of(program)
+    found = kernels_of(replace(program, kernel_cache={}))  # tags may have changed
     written, again = (
         {program.values[v].name for v in values & program.producers.keys()}
         for values in (found.written, found.recomputed)

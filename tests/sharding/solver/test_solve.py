@@ -16,7 +16,6 @@ from fxpar.sharding.solver import (
     Live,
     Problem,
     evaluate,
-    resolve,
     solve,
 )
 from tests.helpers.solver_problems import brute, layered, small
@@ -39,8 +38,8 @@ def test_small_problems_are_solved_to_the_optimum(block: int) -> None:
         except Infeasible as error:
             assert best == math.inf, seed
             if peak < math.inf:
-                assert error.smallest >= peak - 1e-9 and error.least <= peak + 1e-9
-                assert error.largest, seed
+                cost, usage = evaluate(problem, error.choice)
+                assert cost < math.inf and usage > problem.limit, seed
             continue
         cost, usage = evaluate(problem, found.choice)
         assert near(cost, best) and found.cost == cost, seed
@@ -72,9 +71,7 @@ def test_an_infeasible_problem_says_what_it_needs() -> None:
     with pytest.raises(Infeasible, match="8") as caught:
         solve(problem)
     error = caught.value
-    assert (error.smallest, error.limit) == (8.0, 7.0)
-    assert 7.0 < error.least <= 8.0
-    assert sorted(error.largest)[0][1] == 4.0 and len(error.largest) == 2
+    assert (error.limit, error.choice) == (7.0, (0, 0, 0))
     assert isinstance(error, ValueError)
 
 
@@ -90,7 +87,7 @@ def test_a_limit_that_is_met_exactly_but_for_rounding_is_met() -> None:
 
 
 def test_forbidden_everywhere_is_infeasible() -> None:
-    table = np.full((2, 2), 1e18)
+    table = np.full((2, 2), np.inf)
     problem = Problem((np.zeros(2), np.zeros(2)), (Edge(0, 1, 0),), (table,))
     with pytest.raises(Infeasible, match="allowed"):
         solve(problem)
@@ -170,45 +167,26 @@ def test_the_time_limit_is_kept(seconds: float) -> None:
     assert found.peak <= 60.0 * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("windows", [False, True])
-def test_resolve_finds_the_best_with_pins(windows: bool, monkeypatch) -> None:
-    if windows:  # the way of large problems
-        monkeypatch.setattr(phases, "_SMALL", 0)
+def test_pinned_problems_are_solved_to_the_optimum() -> None:
     tried = 0
     for seed in range(1000, 1040):
         problem = small(seed)
         if brute(problem)[0] == math.inf:
             continue
-        start = solve(problem, 10.0)
-        node = seed % len(problem.costs)
+        node, start = seed % len(problem.costs), solve(problem, 10.0)
         for strategy in range(len(problem.costs[node])):
             fixed = {node: strategy}
             best = brute(problem, fixed)[0]
             if best == math.inf:
                 with pytest.raises(Infeasible):
-                    resolve(problem, fixed, start)
+                    solve(problem, fixed=fixed)
                 continue
-            found = resolve(problem, fixed, start)
+            found = solve(problem, fixed=fixed)
             assert found.choice[node] == strategy
             assert near(found.cost, best), (seed, fixed)
             assert found.bound <= best + 1e-9 * abs(best)
             tried += found.cost > start.cost
     assert tried > 10
-
-
-@pytest.mark.slow
-def test_resolve_keeps_to_the_limit_on_a_larger_problem() -> None:
-    problem = layered(60, 8, 6, limit=0.3, noise=0.1)
-    start = solve(problem, 4.0)
-    node = 100
-    other = (start.choice[node] + 1) % 6
-    found = resolve(problem, {node: other}, start, 2.0)
-    assert found.choice[node] == other
-    assert found.peak <= problem.limit * (1 + 1e-12)
-    patched = list(start.choice)
-    patched[node] = other
-    cost, usage = evaluate(problem, patched)
-    assert usage > problem.limit or found.cost <= cost
 
 
 def test_evaluate_counts_by_the_definition() -> None:
