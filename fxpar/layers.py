@@ -124,23 +124,21 @@ def rows_at_all_distances(
 def without_overlaps(
     rows: Iterable[RepeatedOps], labels: np.ndarray, *, but_at_ends: bool = False
 ) -> list[RepeatedOps]:
-    """Return the rows that share no op with an earlier one, extended as far as labels
-    repeat; see ``rows_of_layers``."""
+    """Return the rows that share no op with an earlier one, each extended as far as
+    labels repeat; see ``rows_of_layers``."""
     free, chosen = np.ones(len(labels), bool), list[RepeatedOps]()
-    for row in rows:
-        if free[row.begin : row.end].all():
-            free[row.begin : row.end] = False
-            chosen.append(row)
-    if but_at_ends:
-        free[:] = True
-    for i, (begin, end, distance) in enumerate(chosen):
+    for begin, end, distance in rows:
+        if not free[begin:end].all():
+            continue
+        free[begin:end] = False
         repeats = labels[distance:] == labels[:-distance]
-        while begin and free[begin - 1] and repeats[begin - 1]:
+        may_have = np.ones_like(free) if but_at_ends else free
+        while begin and may_have[begin - 1] and repeats[begin - 1]:
             begin -= 1
-        while end < len(labels) and free[end] and repeats[end - distance]:
+        while end < len(labels) and may_have[end] and repeats[end - distance]:
             end += 1
-        free[begin:end] = but_at_ends
-        chosen[i] = RepeatedOps(begin, end, distance)
+        free[begin:end] &= but_at_ends
+        chosen.append(RepeatedOps(begin, end, distance))
     return chosen
 
 

@@ -34,10 +34,7 @@ def test_a_row_ends_where_another_begins() -> None:
 def test_rows_may_be_long_enough_to_overlap() -> None:
     finer = FINER.copy()
     finer[[2, 3]] = 2  # a row of its own, in the first layer
-    assert rows_of_layers(LABELS, finer) == [
-        RepeatedOps(4, 14, 4),
-        RepeatedOps(2, 4, 1),
-    ]
+    assert rows_of_layers(LABELS, finer) == [RepeatedOps(1, 14, 4)]
     long, _ = rows_of_layers(LABELS, finer, overlap=True)
     assert long == RepeatedOps(1, 14, 4)
 
