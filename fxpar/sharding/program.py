@@ -422,22 +422,6 @@ def phase_of(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get(PHASE)
 
 
-def values_by_node(program: Program) -> dict[fx.Node, int]:
-    """Return node -> its value; for an op with several results its ``getitem``
-    nodes."""
-    out: dict[fx.Node, int] = {}
-    for op in program.ops:
-        if isinstance(op.node.meta["val"], torch.Tensor):
-            out[op.node] = op.results[0]
-        elements = [node for node in op.node.users if node.target is operator.getitem]
-        for node in elements:
-            elements += [user for user in node.users if user.target is operator.getitem]
-            place = element_of(node)[1]
-            if place >= 0:
-                out[node] = op.results[place]
-    return out
-
-
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of a call's tensor operands, positional then keyword, repeats
     kept."""
