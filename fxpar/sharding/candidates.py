@@ -144,10 +144,7 @@ class Subject:
             places, paid = request.pipeline.places, 1
             waits = request.order_of(count) in ("gpipe", "looped_bfs")
             flying = count if waits else min(places, count)
-        free, kernels = request.free_along_stages, self.kernels
-        return PartProgram(
-            program, self.cut, count, places, flying, free, kernels, paid
-        )
+        return PartProgram(program, self.cut, count, places, flying, self.kernels, paid)
 
     def least_held(self, request: Request, count: int) -> list[tuple[Entry, float]]:
         """Return the tensors, with bytes, that a rank holds at its peak under any plan,

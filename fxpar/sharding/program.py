@@ -49,7 +49,8 @@ class Input:
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages also splits at rest, as the minor axis.
     stage_dim: int | None = None
-    # Whether a search that chooses its layout splits it over as many ranks as it can.
+    # Whether a search that chooses its layout splits it over as many ranks as it can,
+    # and along an axis of stages.
     splits: bool = False
 
     @property
@@ -62,7 +63,7 @@ class Input:
         """Return the layout along an axis of stages: "split" by it, "whole" at every
         place, or, where the plan chooses the layout, "own": at the places that read it.
         """
-        if self.stage_dim is not None:
+        if self.stage_dim is not None or self.splits:
             return "split"
         return "own" if self.at_rest is None else "whole"
 
