@@ -508,13 +508,17 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
     return {x.name: (hints[x.name], x.default is MISSING) for x in fields(kind)}
 
 
+_types_in = cache(get_args)
+
+
 def _read(kind: Any, x: Any, mesh: Mesh) -> Any:
     """Return a value of a type on a mesh, as JSON has it. Raises _Misread."""
     if kind in _SINGLE:
         return _single(kind, x, mesh)
-    if is_dataclass(kind):
+    types = _types_in(kind)
+    if not types:
         return _record(kind, x, mesh)
-    *kinds, last = get_args(kind)
+    *kinds, last = types
     if last is NoneType:
         return None if x is None else _read(kinds[0], x, mesh)
     if not isinstance(x, (list, tuple)):
