@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import parse_rule
 from fxpar.sharding.program import Input, Output, Program, Signature
 from fxpar.sharding.propagate.propagation import Propagation, Seed
 from fxpar.sharding.read_program import read

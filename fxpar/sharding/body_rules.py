@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -108,8 +109,24 @@ if TYPE_CHECKING:
 
 # A dim of a value of a body, or a factor of one of its ops.
 Key = tuple[str, int, int, Any]
-# Class -> the reduction over it that a value still needs if the class is split.
-Partials = dict[Key, str]
+
+
+@dataclass
+class Flow:
+    """Says which values are partial where a class is split, and how they pass on."""
+
+    # Position of a carried value -> the reduction that it needs before each step.
+    carry: Mapping[int, str]
+    # (body, value) -> the reduction that it still needs.
+    partial: dict[tuple[int, int], str] = field(default_factory=dict)
+    # (body, value): zeros, which are partial sums of themselves.
+    zero: set[tuple[int, int]] = field(default_factory=set)
+    # (body, op) -> (reduction, passage) of its partial operands.
+    passes: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    # Position of a result -> the reduction that it still needs.
+    results: dict[int, str] = field(default_factory=dict)
+    # Whether every op can run, and every value leave, like this.
+    fits: bool = True
 
 
 @dataclass
@@ -130,16 +147,8 @@ class Inside:
     size: dict[Key, int] = field(default_factory=dict)
     # Leaders of classes that no axis may split.
     whole: set[Key] = field(default_factory=set)
-    # (body, value) -> classes over which it is partial.
-    partial: dict[tuple[int, int], Partials] = field(default_factory=dict)
-    # (body, op) -> (class, reduction, passage) of its partial operands.
-    passes: dict[tuple[int, int], list[tuple[Key, str, int]]] = field(
-        default_factory=dict
-    )
-    # Position of a carried value -> classes over which it is partial.
-    carry: dict[int, Partials] = field(default_factory=dict)
-    # (body, value): zeros, which are partial sums of themselves.
-    zero: set[tuple[int, int]] = field(default_factory=set)
+    # By the class that is split, of the free classes of the call's dims.
+    flows: dict[Key, Flow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for b, program in enumerate(self.programs):
@@ -147,10 +156,7 @@ class Inside:
                 self._join_op(b, op)
         self._join_ends()
         self._keep_whole()
-        while self._flow(trial=True):
-            pass
-        while self._flow():
-            pass
+        self._follow()
 
     # Classes: disjoint sets of keys.
 
@@ -168,12 +174,8 @@ class Inside:
             if b in self.whole:
                 self.whole.add(a)
 
-    def _set_whole(self, key: Key) -> bool:
-        """Mark a class as whole; return whether it was not before."""
-        key = self.find(key)
-        fresh = key not in self.whole
-        self.whole.add(key)
-        return fresh
+    def _set_whole(self, key: Key) -> None:
+        self.whole.add(self.find(key))
 
     def is_free(self, key: Key) -> bool:
         """Return whether an axis may split a class."""
@@ -258,161 +260,114 @@ class Inside:
 
     # Partial sums: where they arise, pass through ops, and leave.
 
-    def _flow(self, *, trial: bool = False) -> bool:
-        """Follow partial values through the bodies; return whether classes became whole
-        or more carried values partial, so that it has to be repeated. ``trial``: find
-        the values that may be carried as partial sums; the other carried values count
-        as zeros, and no class becomes whole."""
-        self.partial, self.passes, self.zero = {}, {}, set()
-        before = set(self.whole)
-        changed = False
-        for b, program in enumerate(self.programs):
-            for j in range(self.ties.carried):
-                v = program.inputs[j]
-                if v is None:
-                    continue
-                partials = self.carry.get(j, {})
-                free_partials = {c: r for c, r in partials.items() if self.is_free(c)}
-                self.partial[b, v] = free_partials
-                if trial and not free_partials:
-                    self.zero.add((b, v))
-            for op in program.ops:
-                changed |= self._through(b, op)
-        carried = sum(map(len, self.carry.values()))
-        changed |= self._leave()
-        if trial:
-            self.whole = before
-            return sum(map(len, self.carry.values())) > carried
-        return changed
-
-    def _through(self, b: int, op: Op) -> bool:
-        """Find the classes over which an op's results are partial; return whether
-        classes became whole."""
-        rule, changed = op.rule, False
-        class_of = {f: self.find(("factor", b, op.index, f)) for f in rule.factors}
-        partials: list[Partials] = [{} for _ in op.results]
-        for j, contracted in enumerate(rule.contracted_by):
-            for f in sorted(contracted):
-                if self.is_free(class_of[f]):
-                    partials[j][class_of[f]] = rule.reduction.get(f, "sum")
-        summed: Partials = {c: r for partial in partials for c, r in partial.items()}
-        reads = [dict(self.partial.get((b, v), {})) for v in op.operands]
-        for i in rule.accumulates:
-            have = {class_of[f] for dim in rule.operands[i] for f in dim}
-            for c, r in summed.items():
-                if c not in have and reads[i].pop(c, None) != r:
-                    changed |= self._set_whole(c)
-        for c in sorted({c for read in reads for c in read}):
-            reduction_passage = (
-                None if c in class_of.values() else self._passage(b, op, c, reads)
-            )
-            if reduction_passage is None:
-                changed |= self._set_whole(c)
-                continue
-            self.passes.setdefault((b, op.index), []).append((c, *reduction_passage))
-            for partial in partials:
-                partial[c] = reduction_passage[0]
-        zero = self._zero_operands(b, op)
-        if op.is_zero or any(
-            "sum" in p.reductions and zero >= {*p.operands} for p in rule.passages
-        ):
-            self.zero.update((b, v) for v in op.results)
-        for v, partial in zip(op.results, partials, strict=True):
-            shape = self.programs[b].values[v].shape
-            dims = {self.find(("dim", b, v, d)) for d in range(len(shape))}
-            for c in dims & partial.keys():
-                changed |= self._set_whole(c)
-            self.partial[b, v] = partial
-        return changed
-
-    def _passage(
-        self, b: int, op: Op, c: Key, reads: Sequence[Partials]
-    ) -> tuple[str, int] | None:
-        """Return (reduction, passage) by which operands that are partial over a class
-        pass through an op; None if they cannot."""
-        partial = {i for i, read in enumerate(reads) if c in read}
-        reductions = {reads[i][c] for i in partial}
-        zero = self._zero_operands(b, op)
-        for p, passage in enumerate(op.rule.passages):
-            group = set(passage.operands)
-            if partial <= group <= partial | zero and len(reductions) == 1:
-                (reduction,) = reductions
-                if reduction in passage.reductions and (
-                    group == partial or reduction == "sum"
-                ):
-                    return reduction, p
-        return None
-
-    def _zero_operands(self, b: int, op: Op) -> set[int]:
-        """Return the operands of an op that are zeros."""
-        return {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
-
-    def _leave(self) -> bool:
-        """Mark as whole the classes over which bodies disagree on a result, or a
-        carried value is not partial both before and after; return whether anything
-        changed."""
-        changed = False
-        for partials, j, bodies in self._results():
-            for c, r in partials.items():
-                if any(
-                    self.partial.get((b, v), {}).get(c) != r
-                    and not (r == "sum" and (b, v) in self.zero)
-                    for b, v in bodies
-                ):
-                    changed |= self._set_whole(c)
-                elif j < self.ties.carried and c not in self.carry.get(j, {}):
-                    self.carry.setdefault(j, {})[c] = r
-                    changed = True
-            if j < self.ties.carried:
-                lost_axes = self.carry.get(j, {}).keys() - partials.keys()
-                for c in filter(self.is_free, sorted(lost_axes)):
-                    changed |= self._set_whole(c)
-        for b, program in enumerate(self.programs):
-            for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
-                # the condition of a loop, equal on all ranks
-                if i is None and v is not None:
-                    for c in self.partial.get((b, v), {}):
-                        changed |= self._set_whole(c)
-        return changed or self._agree()
-
-    def _results(self) -> list[tuple[Partials, int, list[tuple[int, int]]]]:
-        """Return for each result the classes over which some body makes it partial, its
-        position, and the (body, value) pairs that give it."""
-        out = []
-        for j in range(len(self.results)):
-            bodies = [
-                (b, v)
-                for b, program in enumerate(self.programs)
-                for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True)
-                if i == j and v is not None
-            ]
-            partials: Partials = {}
-            for at in bodies:
-                partials |= self.partial.get(at, {})
-            out.append((partials, j, bodies))
-        return out
-
-    def _agree(self) -> bool:
-        """Mark as whole each class that has two reductions, that no operand of the call
-        has, or over which only some carried values are partial; return whether any is
-        new."""
-        changed = False
+    def _follow(self) -> None:
+        """Add the flows of the free classes of the call's dims; classes become whole
+        that have none, that are reduced and in no operand of the call, or over which
+        only some carried values are partial."""
+        classes = {self.find(key) for key in itertools.chain(*self._ends())}
+        classes = set(filter(self.is_free, classes))
         operands = [
             {self.find(("operand", -1, i, d)) for d in range(len(shape))}
             for i, shape in enumerate(self.operands)
         ]
-        have = set().union(*operands)
-        reductions: Partials = {}
-        for partials, _, _ in self._results():
-            for c, r in partials.items():
-                if c not in have or reductions.setdefault(c, r) != r:
-                    changed |= self._set_whole(c)
-        for j, carried in self.carry.items():
-            i = self.ties.inputs[j][0] or 0
-            for c in reductions.keys() - operands[i] - carried.keys():
-                if any(self.is_free(x) for x in carried):
-                    changed |= self._set_whole(c)
-        return changed
+        everywhere = set().union(*operands)
+        for c in sorted(classes):
+            flow = self._flow_of(c)
+            if flow is not None and (c in everywhere or not flow.results):
+                self.flows[c] = flow
+        for j in range(self.ties.carried):
+            dims = operands[self.ties.inputs[j][0] or 0]
+            if any(j in flow.carry for flow in self.flows.values()):
+                self.flows = {
+                    c: flow
+                    for c, flow in self.flows.items()
+                    if j in flow.carry or c in dims or not flow.results
+                }
+        self.whole |= classes - self.flows.keys()
+
+    def _flow_of(self, c: Key) -> Flow | None:
+        """Return what is partial where a class is split; None if an op or an end cannot
+        have it so."""
+        carry: dict[int, str] = {}
+        # A trial finds the values that may be carried as partial sums: the other
+        # carried values count as zeros, and what does not fit does not matter.
+        trial = True
+        while True:
+            flow = self._flow(c, carry, trial)
+            if not (flow.fits or trial):
+                return None
+            new = {
+                j: r
+                for j, r in flow.results.items()
+                if j < self.ties.carried and j not in carry
+            }
+            if not (new or trial):
+                return flow
+            trial = trial and bool(new)
+            carry |= new
+
+    def _flow(self, c: Key, carry: Mapping[int, str], trial: bool) -> Flow:
+        """Follow partial values through the bodies. They do not fit where bodies
+        disagree on a result, a carried value is not partial both before and after, or
+        results have different reductions."""
+        flow = Flow(dict(carry))
+        ends: dict[int | None, set[tuple[int, int]]] = defaultdict(set)
+        for b, program in enumerate(self.programs):
+            for j, v in enumerate(program.inputs[: self.ties.carried]):
+                if v is not None and j in carry:
+                    flow.partial[b, v] = carry[j]
+                elif v is not None and trial:
+                    flow.zero.add((b, v))
+            for op in program.ops:
+                self._through(b, op, c, flow)
+            for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
+                if v is not None:
+                    ends[i].add((b, v))
+        for i, values in ends.items():
+            reductions = {flow.partial[x] for x in values if x in flow.partial}
+            zero = flow.zero if reductions == {"sum"} else set()
+            agree = len(reductions) == 1 and values <= flow.partial.keys() | zero
+            if i is not None and agree:
+                (flow.results[i],) = reductions
+            elif reductions:  # or the condition of a loop, equal on all ranks, is
+                flow.fits = False
+        flow.fits &= flow.carry.keys() <= flow.results.keys()
+        flow.fits &= len({*flow.results.values()}) < 2
+        return flow
+
+    def _through(self, b: int, op: Op, c: Key, flow: Flow) -> None:
+        """Add the results of an op that are partial or zeros."""
+        rule = op.rule
+        of_class = {
+            f for f in rule.factors if self.find(("factor", b, op.index, f)) == c
+        }
+        sums: dict[int, str] = {}
+        for i, contracted in enumerate(rule.contracted_by):
+            for f in sorted(contracted & of_class):
+                sums[i] = rule.reduction.get(f, "sum")
+        reads = {i: flow.partial.get((b, v)) for i, v in enumerate(op.operands)}
+        for i in rule.accumulates if sums else ():
+            if of_class.isdisjoint(itertools.chain(*rule.operands[i])):
+                flow.fits &= {reads.pop(i)} == {*sums.values()}
+        partial = {i: r for i, r in reads.items() if r is not None}
+        zero = {i for i, v in enumerate(op.operands) if (b, v) in flow.zero}
+        if partial:
+            passage = None if of_class else _passage(rule, partial, zero)
+            if passage is None:
+                flow.fits = False
+            else:
+                flow.passes[b, op.index] = passage
+                sums = dict.fromkeys(range(len(op.results)), passage[0])
+        if op.is_zero or any(
+            "sum" in p.reductions and zero >= {*p.operands} for p in rule.passages
+        ):
+            flow.zero.update((b, v) for v in op.results)
+        for i, r in sums.items():
+            v = op.results[i]
+            shape = self.programs[b].values[v].shape
+            dims = {self.find(("dim", b, v, d)) for d in range(len(shape))}
+            flow.fits &= c not in dims
+            flow.partial[b, v] = r
 
     # Results: the rule of the call, and strategies of the ops inside.
 
@@ -438,16 +393,16 @@ class Inside:
         whole = frozenset(sizes) - set(self.names.values())
         rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)
         equal_over, reductions = set[tuple[int, str]](), dict[str, str]()
-        for partials, j, _ in self._results():
-            sums = {self.names[c]: r for c, r in partials.items() if c in self.names}
+        for j in range(len(results)):
+            sums = {
+                self.names[c]: flow.results[j]
+                for c, flow in self.flows.items()
+                if j in flow.results
+            }
             reductions |= sums
             have = {f for dim in results[j] for f in dim}
             equal_over |= {(j, f) for f in rule.factors if f not in have | sums.keys()}
-        partial = [
-            j
-            for j, partials in self.carry.items()
-            if partials.keys() & self.names.keys()
-        ]
+        partial = {j for flow in self.flows.values() for j in flow.carry}
         return replace(
             rule,
             reductions=tuple(reductions.items()),
@@ -484,9 +439,10 @@ class Inside:
         return Strategy(
             tuple((f, split) for f, split in factors if split),
             tuple(
-                (axis, reduction, p)
-                for c, reduction, p in self.passes.get((b, op.index), ())
-                for axis in of.get(c, ())
+                (axis, *flow.passes[b, op.index])
+                for c, flow in self.flows.items()
+                if (b, op.index) in flow.passes
+                for axis in of[c]
             ),
         )
 
@@ -495,6 +451,22 @@ class Inside:
         shape = self.programs[b].values[v].shape
         names = (self.names.get(self.find(("dim", b, v, d))) for d in range(len(shape)))
         return [axes.get(name, ()) if name else () for name in names]
+
+
+def _passage(
+    rule: Rule, partial: Mapping[int, str], zero: set[int]
+) -> tuple[str, int] | None:
+    """Return (reduction, passage) by which partial operands pass through an op; None if
+    they cannot."""
+    reduction, *others = {*partial.values()}
+    for p, passage in enumerate(() if others else rule.passages):
+        group, extra = {*passage.operands}, zero if reduction == "sum" else set()
+        if (
+            reduction in passage.reductions
+            and partial.keys() <= group <= partial.keys() | extra
+        ):
+            return reduction, p
+    return None
 
 
 def inside(

@@ -143,8 +143,7 @@ class Subject:
             places, paid = request.pipeline.places, 1
             waits = request.order_of(count) in ("gpipe", "looped_bfs")
             flying = count if waits else min(places, count)
-        free = request.free_along_stages
-        return PartProgram(program, self.cut, count, places, flying, free, paid)
+        return PartProgram(program, self.cut, count, places, flying, paid)
 
     def least_held(self, request: Request, count: int) -> list[tuple[Entry, float]]:
         """Return the tensors, with bytes, that a rank holds at its peak under any plan,

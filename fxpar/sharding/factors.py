@@ -22,7 +22,7 @@ A partial operand may pass *through* an op instead of being reduced before it wh
 ``Passage`` says so: every operand of the group is partial, all others are whole, and
 every result is then partial with the same reduction.
 
-In: the text of a rule, and shapes of a call. Out: a ``Rule`` with factor sizes.
+In: the factors of a rule, and shapes of a call. Out: a ``Rule`` with factor sizes.
 Never: knows a mesh, or which axis splits a factor.
 
 Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its factors.
@@ -30,7 +30,6 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,9 +43,6 @@ Axes = tuple[str, ...]
 LINEAR = ("sum", "avg")
 MONOTONE = ("max", "min")
 MOVEMENT = ("sum", "avg", "max", "min", "product")
-
-_TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z]\w*!?|_)|~([A-Za-z]\w*)|(\S)")
-_FORM = 'write factors as in "m k, k n -> m n"; `k!` whole, `_` none, `(a b)` compound'
 
 
 @dataclass(frozen=True)
@@ -372,58 +368,3 @@ def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> N
         sizes[unknown[0]] = n // product
     elif product != n:
         raise RuleError(f"rule '{rule}': factors {dim} make {product}, the dim is {n}")
-
-
-def parse_rule(text: str) -> Rule:
-    """Return the rule that a text describes, without sizes. Raises RuleError naming the
-    malformed part."""
-    operand_text, arrow, result_text = text.partition("->")
-    if not arrow:
-        raise RuleError(f"rule {text!r} has no '->'", fix=_FORM)
-    whole: set[str] = set()
-
-    def factor(word: str) -> str:
-        if word.endswith("!"):
-            whole.add(word[:-1])
-        return word.rstrip("!")
-
-    def tensor(part: str, unreduced: set[str]) -> Dims:
-        dims: list[tuple[str, ...]] = []
-        for group, name, mark, junk in _TOKEN.findall(part):
-            if junk:
-                raise RuleError(f"rule {text!r}: unexpected {junk!r}", fix=_FORM)
-            if mark:
-                unreduced.add(mark)
-            elif name:
-                dims.append(() if name == "_" else (factor(name),))
-            else:
-                dims.append(tuple(factor(word) for word in group.split()))
-        names = [f for dim in dims for f in dim]
-        for name in names:
-            if names.count(name) > 1:
-                raise RuleError(f"rule {text!r}: {name!r} twice in one tensor")
-        return tuple(dims)
-
-    operands, accumulates = [], []
-    for i, part in enumerate(operand_text.split(",") if operand_text.strip() else []):
-        marked = part.strip().startswith("+")
-        accumulates += [i] * marked
-        unreduced: set[str] = set()
-        operands.append(tensor(part.replace("+", "", 1) if marked else part, unreduced))
-        if unreduced:
-            raise RuleError(f"rule {text!r}: `~` marks results only", fix=_FORM)
-    results, equal_over = [], set()
-    parts = result_text.split(",")
-    further = parts[-1].strip() == "~"
-    for i, part in enumerate(parts[:-1] if further else parts):
-        unreduced = set()
-        results.append(tensor(part, unreduced))
-        equal_over |= {(i, f) for f in unreduced}
-    return Rule(
-        tuple(operands),
-        tuple(results),
-        whole=frozenset(whole),
-        accumulates=tuple(accumulates),
-        equal_over=frozenset(equal_over),
-        open=further,
-    )

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpar.errors import HintError, MeshError
+from fxpar.errors import HintError, MeshError, SpecError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.mesh import Mesh, axis_of, full_name, overlapping
+from fxpar.sharding.mesh import Mesh, axis_of, full_name
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import is_batch_name
 from fxpar.sharding.propagate.propagation import Seed
@@ -225,22 +225,14 @@ def axes_of(hint: Entries, what: str) -> list[str]:
 
 
 def check(hint: Hint, mesh: Mesh, what: str) -> None:
-    """Raise HintError if axes, or parts of axes, are unknown or used twice."""
+    """Raise HintError if axes, or parts of axes, are unknown, used twice or overlap."""
     all_axes = [axis for axes in hint.dims for axis in axes]
-    for axis in (*all_axes, *hint.whole):
-        try:
+    try:
+        for axis in (*all_axes, *hint.whole):
             mesh.axis_size(axis)
-        except MeshError as error:
-            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
-    twice = overlapping(all_axes)
-    if twice is not None:
-        one, other = twice
-        raise HintError(
-            f"{what}: axis {one!r} is used twice"
-            if one == other
-            else f"{what}: axes {one!r} and {other!r} overlap",
-            fix="an axis may split one dim of a tensor only",
-        )
+        Spec.of(hint.dims)
+    except (MeshError, SpecError) as error:
+        raise HintError(f"{what}: {error.what}", fix=error.fix) from error
     for axis in all_axes:
         if axis_of(axis) in hint.whole:
             raise HintError(

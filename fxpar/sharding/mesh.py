@@ -387,13 +387,16 @@ class Mesh:
         """Return the mesh of whole axes."""
         if not self.is_refined:
             return self
-        first = {axis_of(name): i for i, name in reversed(list(enumerate(self.names)))}
-        return Mesh(
-            tuple(self._whole.items()),
-            tuple(self.links[first[axis]] for axis in self._whole),
-            tuple(self.speeds[first[axis]] for axis in self._whole),
-            tuple(self.shares[first[axis]] for axis in self._whole),
-        )
+        return self._with_axes(self._whole.items())
+
+    def _with_axes(self, axes: Iterable[tuple[str, int]]) -> Mesh:
+        """Return the mesh of the same whole axes, each cut into other parts."""
+        rows = [
+            (axis, self.links[i], self.speeds[i], self.shares[i])
+            for axis in axes
+            for i in [self._find(axis_of(axis[0]))[0]]
+        ]
+        return Mesh(*zip(*rows, strict=True))
 
     def refined(self, names: Iterable[str]) -> Mesh:
         """Return the mesh whose axes make up each of ``names``, axes and parts of them,
@@ -415,15 +418,7 @@ class Mesh:
             axes += axes_of_parts(axis, sizes)
         if tuple(axes) == self.axes:
             return self
-        links = tuple(self.link(axis_of(name)) for name, _ in axes)
-        speeds, shares = (
-            tuple(
-                None if ":" in name else numbers[self._find(name)[0]]
-                for name, _ in axes
-            )
-            for numbers in (self.speeds, self.shares)
-        )
-        return Mesh(tuple(axes), links, speeds, shares)
+        return self._with_axes(axes)
 
     @property
     def can_be_cut(self) -> bool:

@@ -21,6 +21,9 @@ Never: knows a mesh.
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -29,15 +32,8 @@ from typing import Any, TypeVar
 import torch
 
 from fxpar import _torch
-from fxpar.sharding.factors import (
-    LINEAR,
-    MONOTONE,
-    MOVEMENT,
-    Dims,
-    Passage,
-    Rule,
-    parse_rule,
-)
+from fxpar.errors import RuleError
+from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Dims, Passage, Rule
 
 RuleFunction = Callable[..., "Rule | str | None"]
 
@@ -157,6 +153,40 @@ def _is_whole(dtype: torch.dtype) -> bool:
 def names(n: int, prefix: str = "d") -> list[str]:
     """Return ``n`` factor names."""
     return [f"{prefix}{i}" for i in range(n)]
+
+
+_TOKEN = re.compile(r"\(([^()]*)\)|(~[A-Za-z]\w*|[A-Za-z]\w*!?|_)|(\S)")
+_FORM = 'write factors as in "m k, k n -> m n"; `k!` whole, `_` none, `(a b)` compound'
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule that a text describes, without sizes. Raises RuleError naming the
+    malformed part."""
+    operand_text, arrow, result_text = text.partition("->")
+    if not arrow:
+        raise RuleError(f"rule {text!r} has no '->'", fix=_FORM)
+
+    def words(part: str) -> list[Word]:
+        tokens = _TOKEN.findall(part)
+        for junk in [x for _, _, x in tokens if x]:
+            raise RuleError(f"rule {text!r}: unexpected {junk!r}", fix=_FORM)
+        return [word or tuple(group.split()) for group, word, _ in tokens]
+
+    operands = [x.strip() for x in operand_text.split(",") if operand_text.strip()]
+    *results, last = result_text.split(",")
+    is_open = last.strip() == "~"
+    rule = make(
+        [words(part.removeprefix("+")) for part in operands],
+        [words(part) for part in (results if is_open else [*results, last])],
+    )
+    if "~" in operand_text:
+        raise RuleError(f"rule {text!r}: `~` marks results only", fix=_FORM)
+    for dims in rule.operands + rule.results:
+        for name, times in Counter(itertools.chain(*dims)).items():
+            if times > 1:
+                raise RuleError(f"rule {text!r}: {name!r} twice in one tensor")
+    accumulates = tuple(i for i, x in enumerate(operands) if x.startswith("+"))
+    return replace(rule, accumulates=accumulates, open=is_open)
 
 
 def text(*tensors: Sequence[str], results: Sequence[Sequence[str]]) -> str:

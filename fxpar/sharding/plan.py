@@ -3,10 +3,8 @@
 In: fields that ``plan_facts`` fills from the decisions of ``decide``, or a file. Out:
 text, JSON that reads back as an equal plan, a stable hash.
 
-A ``Saved`` is a value of the file with its place, as ``nodes[3].factors[0]``. Its
-methods return the value in the type that they name, and raise PlanError where it has
-another. ``plan_from`` reads a whole plan by them, each field by its type. Whether a
-plan fits a program, ``plan_facts.recall`` checks. Never: decides anything.
+``plan_from`` reads a plan from a file, each field by its type. Whether a plan fits a
+program, ``plan_facts.recall`` checks. Never: decides anything.
 """
 
 from __future__ import annotations
@@ -31,6 +29,8 @@ from fxpar.sharding.strategy import without_axes
 from fxpar.units import short_seconds
 
 FORMAT = 1
+
+T = TypeVar("T")
 
 # The name of an axis of the plan's mesh.
 Axis = Annotated[str, "axis"]
@@ -436,221 +436,173 @@ def asdict_shallow(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
-T = TypeVar("T")
-
 _SHOWN = 60  # characters of a value in a message
 
 
-class Saved:
-    """Holds a value of a saved plan, as parsed from JSON, and the table or list that it
-    is in, with its key there; all methods raise PlanError."""
+class _Misread(Exception):
+    """Says what is wrong with a value of a saved plan, and the keys that lead to it."""
 
-    __slots__ = ("_above", "_key", "value")
+    def __init__(self, why: str, *keys: str | int) -> None:
+        self.why, self.keys = why, keys
 
-    def __init__(
-        self, value: Any, above: Saved | None = None, key: str | int = ""
-    ) -> None:
-        self.value, self._above, self._key = value, above, key
-
-    @property
-    def place(self) -> str:
-        """Return the place in the plan, as ``nodes[0].name``; "" for the whole plan."""
-        above = self._above.place if self._above is not None else ""
-        if isinstance(self._key, int):
-            return f"{above}[{self._key}]"
-        return f"{above}.{self._key}" if above else self._key
-
-    def refuse(self, why: str) -> PlanError:
-        """Return the error that names the place."""
-        return PlanError(
-            f"the saved plan is broken at {self.place or 'its top'}: {why}",
-            fix="save the plan again: plan.save(path), or FXPAR_DUMP",
-        )
-
-    def _want(self, what: str) -> PlanError:
-        value_text = repr(self.value)
-        value_text = (
-            value_text if len(value_text) <= _SHOWN else f"{value_text[:_SHOWN]}..."
-        )
-        return self.refuse(f"{what} is expected, not {value_text}")
-
-    def __getitem__(self, key: str) -> Saved:
-        """Return an entry of a table."""
-        if not isinstance(self.value, dict):
-            raise self._want("a table")
-        if key not in self.value:
-            raise Saved(None, self, key).refuse("it is missing")
-        return Saved(self.value[key], self, key)
-
-    def get(self, key: str, default: Any) -> Saved:
-        """Return an entry of a table, or the default if it has none."""
-        if isinstance(self.value, dict) and key not in self.value:
-            return Saved(default, self, key)
-        return self[key]
-
-    def items(self, count: int | None = None) -> list[Saved]:
-        """Return the elements of a list, of which there must be ``count`` if that is
-        given."""
-        if not isinstance(self.value, (list, tuple)):
-            raise self._want("a list")
-        if count is not None and len(self.value) != count:
-            raise self.refuse(f"{count} entries are expected, not {len(self.value)}")
-        return [Saved(x, self, i) for i, x in enumerate(self.value)]
-
-    def each(self, read: Callable[[Saved], T], count: int | None = None) -> tuple:
-        """Return the result of ``read`` for each element of a list, as ``items``."""
-        return tuple(read(item) for item in self.items(count))
-
-    def plain(self, kind: type[T], what: str) -> T:
-        """Return a value of a type that JSON has."""
-        if not isinstance(self.value, kind):
-            raise self._want(what)
-        return self.value
-
-    def count(self, below: int | None = None) -> int:
-        """Return a whole number from 0, less than ``below``."""
-        if not isinstance(self.value, int) or isinstance(self.value, bool):
-            raise self._want("a whole number")
-        if self.value < 0 or (below is not None and self.value >= below):
-            raise self._want(
-                f"a number from 0 to {'...' if below is None else below - 1}"
-            )
-        return self.value
-
-    def counts(self) -> tuple[int, ...]:
-        """Return a list of whole numbers from 0."""
-        sizes = self.value if isinstance(self.value, list) else ()
-        if sizes and all(type(x) is int and x >= 0 for x in sizes):
-            return tuple(sizes)
-        return self.each(Saved.count)
-
-    def number(self) -> float:
-        """Return a number from 0, which may be infinity."""
-        is_number = isinstance(self.value, (int, float)) and self.value is not True
-        if not is_number or self.value is False or not self.value >= 0:
-            raise self._want("a number from 0")
-        return self.value
-
-    def read(self, parse: Callable[[str], T]) -> T:
-        """Return the result of ``parse`` on text."""
-        text = self.plain(str, "text")
-        try:
-            return parse(text)
-        except FxparError as error:
-            raise self.refuse(error.what) from error
-
-    def axis(self, mesh: Mesh) -> str:
-        """Return the name of an axis of the mesh."""
-        name = self.plain(str, "text")
-        if not mesh.has(name):
-            raise self.refuse(f"mesh {mesh} has no axis {name!r}")
-        return name
-
-    def spec(self, mesh: Mesh) -> Spec:
-        """Return a spec on the mesh."""
-        spec = self.read(_parse_spec)
-        for axis in spec.axes:
-            if not mesh.has(axis):
-                raise self.refuse(f"{spec} names axis {axis!r}, mesh {mesh} has none")
-        return spec
+    def inside(self, key: str | int) -> _Misread:
+        """Return the same of what stands at a key of a table or list."""
+        return _Misread(self.why, key, *self.keys)
 
 
-# Few specs stand in a plan, each many times.
-_parse_spec = lru_cache(maxsize=1 << 12)(Spec.parse)
+def _unlike(what: str, x: Any, *keys: str | int) -> _Misread:
+    text = repr(x)
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return _Misread(f"{what} is expected, not {text}", *keys)
 
 
 def plan_from(data: Mapping[str, Any]) -> Plan:
     """Return the plan of a record: the inverse of ``Plan.to_record`` and
     ``Plan.to_dict``.
 
-    Raises PlanError naming the malformed place.
+    Raises PlanError naming the malformed place, as nodes[3].factors[0].
     """
-    saved = Saved(data)
-    mesh = saved["mesh"].read(Mesh.parse)
-    if "links" in saved.value:
-        links = saved["links"].each(lambda x: _record(x, Link, mesh), len(mesh.axes))
-        mesh = replace(mesh, links=links)
-    plan: Plan = _record(saved, Plan, mesh, mesh=mesh, timings={})
-    names = {name for name, _ in plan.values}
-    for node, item in zip(plan.nodes, saved["nodes"].items(), strict=True):
-        _check(node, item, names)
-    return plan
+    try:
+        # The mesh comes first, as the rest is read on it.
+        mesh = _entry(data, "mesh", Mesh, Mesh(()))
+        if "links" in data:
+            links = _entry(data, "links", tuple[Link, ...], mesh)
+            _want_count(len(mesh.axes), links, "links")
+            mesh = replace(mesh, links=links)
+        plan: Plan = _record(Plan, data, mesh, mesh=mesh, timings={})
+        values = {name for name, _ in plan.values}
+        for i, node in enumerate(plan.nodes):
+            _check(node, values, "nodes", i)
+        return plan
+    except _Misread as error:
+        place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in error.keys)
+        raise PlanError(
+            f"the saved plan is broken at {place[1:] or 'its top'}: {error.why}",
+            fix="save the plan again: plan.save(path), or FXPAR_DUMP",
+        ) from error.__cause__
 
 
-# A value of the file, read on a mesh.
-_Reader = Callable[[Saved, Mesh], Any]
-
-
-def _record(saved: Saved, kind: Any, mesh: Mesh, /, **values: Any) -> Any:
+def _record(kind: Any, x: Any, mesh: Mesh, /, **values: Any) -> Any:
     """Return a dataclass whose fields, but the ``values``, are a table of the file."""
-    for name, (read, default) in _fields(kind).items():
-        if name not in values:
-            field = saved[name] if default is MISSING else saved.get(name, default)
-            values[name] = read(field, mesh)
+    if not isinstance(x, dict):
+        raise _unlike("a table", x)
+    for name, (field_kind, is_required) in _fields(kind).items():
+        if name not in values and (is_required or name in x):
+            values[name] = _entry(x, name, field_kind, mesh)
     return kind(**values)
 
 
+def _entry(table: Mapping[str, Any], key: str, kind: Any, mesh: Mesh) -> Any:
+    if key not in table:
+        raise _Misread("it is missing", key)
+    try:
+        return _read(kind, table[key], mesh)
+    except _Misread as error:
+        raise error.inside(key) from error.__cause__
+
+
 @cache
-def _fields(kind: type) -> dict[str, tuple[_Reader, Any]]:
-    """Return the reader and the default of each field of a dataclass."""
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Return the type of each field of a dataclass, and whether it has no default."""
     hints = get_type_hints(kind, include_extras=True)
-    return {x.name: (_reader(hints[x.name]), x.default) for x in fields(kind)}
+    return {x.name: (hints[x.name], x.default is MISSING) for x in fields(kind)}
 
 
-@cache
-def _reader(kind: Any) -> _Reader:
-    """Return what reads a value of a type."""
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    if is_dataclass(kind):
-        return lambda saved, mesh: _record(saved, kind, mesh)
-    inner = [x if x in (..., NoneType) else _reader(x) for x in get_args(kind)]
-    first: Any = inner[0]
-    if inner[-1] is NoneType:
-        return lambda saved, mesh: None if saved.value is None else first(saved, mesh)
-    if inner[:-1] == [_PLAIN[int]] and inner[-1] is ...:
-        return lambda saved, _: saved.counts()
-    if inner[-1] is ...:
-        return lambda saved, mesh: saved.each(lambda x: first(x, mesh))
-    return lambda saved, mesh: tuple(
-        read(x, mesh) for read, x in zip(inner, saved.items(len(inner)), strict=True)
-    )
+_types_in = cache(get_args)
 
 
-_PLAIN: dict[Any, _Reader] = {
-    str: lambda saved, _: saved.plain(str, "text"),
-    int: lambda saved, _: saved.count(),
-    float: lambda saved, _: saved.number(),
-    bool: lambda saved, _: saved.plain(bool, "true or false"),
-    Axis: Saved.axis,
-    Spec: Saved.spec,
+def _read(kind: Any, x: Any, mesh: Mesh) -> Any:
+    """Return a value of a type on a mesh, as JSON has it. Raises _Misread."""
+    if kind in _SINGLE:
+        return _single(kind, x, mesh)
+    types = _types_in(kind)
+    if not types:
+        return _record(kind, x, mesh)
+    *kinds, last = types
+    if last is NoneType:
+        return None if x is None else _read(kinds[0], x, mesh)
+    if not isinstance(x, (list, tuple)):
+        raise _unlike("a list", x)
+    if last is ...:
+        kinds *= len(x)
+    else:
+        kinds.append(last)
+        _want_count(len(kinds), x)
+    items: list[Any] = []
+    try:
+        for item_kind, item in zip(kinds, x, strict=True):
+            items.append(_read(item_kind, item, mesh))  # noqa: PERF401
+    except _Misread as error:
+        raise error.inside(len(items)) from error.__cause__
+    return tuple(items)
+
+
+def _want_count(count: int, items: Collection[Any], *keys: str | int) -> None:
+    if len(items) != count:
+        raise _Misread(f"{count} entries are expected, not {len(items)}", *keys)
+
+
+# Few specs stand in a plan, each many times.
+_parse_spec = lru_cache(maxsize=1 << 12)(Spec.parse)
+
+# For each type of one value: as JSON has it, what that is called, and what makes the
+# value of it.
+_SINGLE: dict[Any, tuple[Any, str, Callable[[Any], Any] | None]] = {
+    str: (str, "text", None),
+    int: (int, "a whole number", None),
+    float: ((int, float), "a number from 0", None),
+    bool: (bool, "true or false", None),
+    Axis: (str, "text", None),
+    Spec: (str, "text", _parse_spec),
+    Mesh: (str, "text", Mesh.parse),
 }
 
 
-def _check(node: NodePlan, saved: Saved, values: Collection[str]) -> None:
-    """Raise PlanError unless an op has as many specs as it has shapes, each of as many
+def _single(kind: Any, x: Any, mesh: Mesh) -> Any:
+    json_type, what, parse = _SINGLE[kind]
+    if not isinstance(x, json_type) or (isinstance(x, bool) and kind is not bool):
+        raise _unlike(what, x)
+    if kind in (int, float) and not x >= 0:  # infinity is one, NaN is not
+        raise _unlike("a number from 0", x)
+    try:
+        value = parse(x) if parse else x
+    except FxparError as error:
+        raise _Misread(error.what) from error
+    if kind is Axis and not mesh.has(value):
+        raise _Misread(f"mesh {mesh} has no axis {value!r}")
+    for axis in value.axes if kind is Spec else ():
+        if not mesh.has(axis):
+            raise _Misread(f"{value} names axis {axis!r}, mesh {mesh} has none")
+    return value
+
+
+def _check(node: NodePlan, values: Collection[str], *at: str | int) -> None:
+    """Raise _Misread unless an op has as many specs as it has shapes, each of as many
     dims, and its results are among the ``values``."""
     shapes, operands = node.shapes, len(node.operands)
     results = len(shapes) - operands
     if results < 0:
-        raise saved["shapes"].refuse(
-            f"at least {operands} shapes are expected, one for each operand"
-        )
+        why = f"at least {operands} shapes are expected, one for each operand"
+        raise _Misread(why, *at, "shapes")
     for result_name in [f"{node.name}.{i}" for i in range(results)]:
         if result_name not in values and not (results == 1 and node.name in values):
-            raise saved["name"].refuse(
-                f"no value is named {result_name if results > 1 else node.name}"
-            )
+            named = result_name if results > 1 else node.name
+            raise _Misread(f"no value is named {named}", *at, "name")
     for name, part in (
         ("operands", shapes[:operands]),
         ("results", shapes[operands:]),
         ("settled", shapes[operands:]),
     ):
-        items = saved[name].items(len(part))
-        for item, spec, shape in zip(items, getattr(node, name), part, strict=True):
+        specs = getattr(node, name)
+        _want_count(len(part), specs, *at, name)
+        for i, (spec, shape) in enumerate(zip(specs, part, strict=True)):
             if len(spec.dims) != len(shape):
                 dims = f"{len(spec.dims)} dims, the tensor {len(shape)}"
-                raise item.refuse(f"{spec} has {dims}")
-    saved["dtypes"].items(len(shapes))
+                raise _Misread(f"{spec} has {dims}", *at, name, i)
+    _want_count(len(shapes), node.dtypes, *at, "dtypes")
     if node.reads:
-        saved["reads"].each(lambda x: x.count(below=len(values)), operands)
+        _want_count(operands, node.reads, *at, "reads")
+        for i, position in enumerate(node.reads):
+            if position >= len(values):
+                up_to = f"a number from 0 to {len(values) - 1}"
+                raise _unlike(up_to, position, *at, "reads", i)

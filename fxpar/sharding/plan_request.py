@@ -164,9 +164,6 @@ class Request:
     staged: tuple[Mesh, ...] = ()
     # The schedule of the staged meshes, as the option ``pipeline``.
     pipeline_schedule: str = "auto"
-    # Layout of parameters with open specs along an axis of stages
-    # (``Input.along_stages``).
-    free_along_stages: str = "own"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
     # The user's options; a field of the same name comes before an option.

@@ -49,7 +49,8 @@ class Input:
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages also splits at rest, as the minor axis.
     stage_dim: int | None = None
-    # Whether a search that chooses its layout splits it over as many ranks as it can.
+    # Whether a search that chooses its layout splits it over as many ranks as it can,
+    # and along an axis of stages.
     splits: bool = False
 
     @property
@@ -62,7 +63,7 @@ class Input:
         """Return the layout along an axis of stages: "split" by it, "whole" at every
         place, or, where the plan chooses the layout, "own": at the places that read it.
         """
-        if self.stage_dim is not None:
+        if self.stage_dim is not None or self.splits:
             return "split"
         return "own" if self.at_rest is None else "whole"
 
@@ -416,22 +417,6 @@ def phase_of(node: fx.Node) -> str | None:
     """Return the phase of a node of a training step: "forward", "backward" or "update";
     None elsewhere."""
     return (node.meta.get("custom") or {}).get(PHASE)
-
-
-def values_by_node(program: Program) -> dict[fx.Node, int]:
-    """Return node -> its value; for an op with several results its ``getitem``
-    nodes."""
-    out: dict[fx.Node, int] = {}
-    for op in program.ops:
-        if isinstance(op.node.meta["val"], torch.Tensor):
-            out[op.node] = op.results[0]
-        elements = [node for node in op.node.users if node.target is operator.getitem]
-        for node in elements:
-            elements += [user for user in node.users if user.target is operator.getitem]
-            place = element_of(node)[1]
-            if place >= 0:
-                out[node] = op.results[place]
-    return out
 
 
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:

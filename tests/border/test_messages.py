@@ -19,7 +19,7 @@ from fxpar.errors import FxparWarning, OptionError, PlanError, ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected
 from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.factors import parse_rule
+from fxpar.sharding.op_table import parse_rule
 from fxpar.sharding.ops.unknown_ops import example
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.units import sizes_as_text

@@ -23,9 +23,9 @@ from fxpar.passes.simulate.check_user_rules import (
     passing,
     reductions_of,
 )
-from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.op_table import Row, keys
+from fxpar.sharding.op_table import Row, keys, parse_rule
 from fxpar.sharding.ops import LOCAL, TABLE, own_op_rules, pointwise, row_of, sources
 from fxpar.sharding.ops.reduction import over, over_all
 from fxpar.sharding.strategy import Strategy, fits

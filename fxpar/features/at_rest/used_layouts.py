@@ -229,7 +229,6 @@ def decided(
         mode,
         pipeline_schedule=AUTO_SEPARATE,
         microbatches=options.microbatches,
-        free_along_stages="split",
         cached=True,
         name=name,
         rank=ranks.rank,

@@ -54,7 +54,6 @@ from fxpar.sharding.program import (
     is_contraction,
     is_view,
     tensors_at,
-    values_by_node,
 )
 from fxpar.sharding.strategy import Strategy, specs
 
@@ -373,8 +372,15 @@ class _Run:
             self._read(program.ops[0].node.graph, gathered)
 
     def _read(self, graph: fx.Graph, gathered: Collection[int]) -> None:
-        anew = values_by_node(self.program).items() if gathered else ()
-        first, second = phases(graph, {node for node, v in anew if v in gathered})
+        anew = {
+            node
+            for (node, place), v in self.program.value_of.items()
+            if v in gathered
+            and place == 0
+            and node.op == "call_function"
+            and isinstance(node.meta["val"], torch.Tensor)
+        }
+        first, second = phases(graph, anew)
         backward = self.program.backward
         phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)

@@ -24,8 +24,8 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import RuleError
-from fxpar.sharding.factors import Rule, parse_rule
-from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.op_table import MARKS, Row, evaluate, look_up, parse_rule
 from fxpar.sharding.ops import (
     attention,
     convolution,

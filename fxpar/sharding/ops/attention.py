@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.sharding.factors import Gathered, Rule, parse_rule
+from fxpar.sharding.factors import Gathered, Rule
 from fxpar.sharding.op_facts import BIASES
 from fxpar.sharding.op_table import (
     Row,
@@ -45,6 +45,7 @@ from fxpar.sharding.op_table import (
     align,
     keys,
     make,
+    parse_rule,
     rows,
     tensors_of,
     text,

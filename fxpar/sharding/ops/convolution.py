@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxpar.sharding.factors import Passage, Reach, RowWindow, Rule, parse_rule
-from fxpar.sharding.op_table import each, names, rows, text
+from fxpar.sharding.factors import Passage, Reach, RowWindow, Rule
+from fxpar.sharding.op_table import each, names, parse_rule, rows, text
 from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.ops.reads import (
     add_halo_rows,

@@ -33,8 +33,8 @@ from torch import fx
 
 from fxpar.graph.builder import Size
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
-from fxpar.sharding.op_table import by_rank, each, names, rows, text
+from fxpar.sharding.factors import Reach, RowWindow, Rule
+from fxpar.sharding.op_table import by_rank, each, make, names, rows, text
 from fxpar.sharding.ops.convolution import SlidingWindow, spatial_dims, windows
 from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at
 from fxpar.sharding.ops.reads import (
@@ -125,7 +125,7 @@ def _pool(
         few = [window.count(int(n), pool.ceil) for window, n in pairs]
     spatial = spatial_dims(slid, many, few, pool.may_be_halo)
     words = [*names(x.dim() - k), *spatial.words]
-    rule = parse_rule(text(*[words] * (reads + 1), results=[words] * results))
+    rule = make([words] * (reads + 1), [words] * results)
     position = reads + 1 if reads else 0  # of the tensor that has rows
     return replace(rule, windows=spatial.windows(position, x.dim() - k))
 
@@ -362,7 +362,7 @@ def _adaptive_rule(
             reach = Reach(n, count, span=max(end - begin for begin, end in parts))
             halo = None if n % count else (0, 0)
             windows.append(RowWindow(position, d, n, count, reach, halo))
-    rule = parse_rule(text(*[words] * tensors, results=[words]))
+    rule = make([words] * tensors, [words])
     return replace(rule, windows=tuple(windows))
 
 

@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Size
-from fxpar.sharding.factors import Reach, RowWindow, Rule, parse_rule
-from fxpar.sharding.op_table import Row, by_rank, names, rows, tensors_of, text
+from fxpar.sharding.factors import Reach, RowWindow, Rule
+from fxpar.sharding.op_table import Row, by_rank, make, names, rows, tensors_of, text
 from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at, trailing
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -111,7 +111,7 @@ def _rule(
     words = [*names(lead), *(f"o{d}" if cut else "_" for d, cut in enumerate(splits))]
     windows = _windows(kind, int(is_backward), lead, shape[-2:], counts, *how)
     windows = [window for window in windows if splits[window.dim - lead]]
-    return replace(parse_rule(text(words, results=[words])), windows=tuple(windows))
+    return replace(make([words], [words]), windows=tuple(windows))
 
 
 def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> str:

@@ -17,8 +17,8 @@ from fxpar.errors import (
     UnknownOpError,
     warn,
 )
-from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.op_table import parse_rule
 from fxpar.sharding.program import Op, Program, user_line
 
 Shape = Sequence[int]

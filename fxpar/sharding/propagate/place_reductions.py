@@ -13,10 +13,8 @@ values and the ops that need them whole:
     v' -> result of w    w reads v; w on the whole side forces the reduction
     result of w -> v     w can pass v on only if v is partial
 
-Among cuts of equal price the earliest is taken. One cut per axis and reduction, parts
-of one axis one after the other: where a value is reduced over one of them, reducing it
-over the next as well costs only the difference to the larger collective. Never: changes
-the graph, or lets a partial value into an op that has no passage for it.
+Among cuts of equal price the earliest is taken. One cut per axis and reduction. Never:
+changes the graph, or lets a partial value into an op that has no passage for it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.mesh import Mesh, axis_of, split_name
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import alone
 from fxpar.sharding.propagate.propagation import State
@@ -40,9 +38,6 @@ from fxpar.sharding.strategy import (
     result_spec,
     without_axes,
 )
-
-# By value, the (axis, reduction) pairs it stays partial over.
-Kept = Mapping[int, Sequence[tuple[str, str]]]
 
 # A value, ("read", value) after its reduction, "source" or "sink".
 _Node = int | str | tuple[str, int]
@@ -58,7 +53,7 @@ def place_reductions(
     partials: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
         for reduction, passages, partial_values in _cuts(
-            program, state, passing_strategies, mesh, axis, partials
+            program, state, passing_strategies, mesh, axis
         ):
             for index, passage in passages.items():
                 passing_strategies[index] = _with_pass(
@@ -125,7 +120,6 @@ def _cuts(
     strategies: Sequence[Strategy],
     mesh: Mesh,
     axis: str,
-    partials: Kept,
 ) -> Iterator[tuple[str, dict[int, int], set[int]]]:
     """Yield (reduction, passage of each op that passes a partial on, values kept
     partial) by a cut per reduction, each with the strategies as the one before left
@@ -140,11 +134,7 @@ def _cuts(
     for reduction in reductions:
         region = _grow(program, strategies, mesh, axis, reduction)
         if region.via:
-            prices = {
-                v: _price(program, state, v, mesh, axis, also)
-                for v in region.member
-                for also in [_earlier_parts(program, strategies, v, axis, partials)]
-            }
+            prices = {v: _price(program, state, v, mesh, axis) for v in region.member}
             yield reduction, *_cut(program, axis, region, prices)
 
 
@@ -215,30 +205,6 @@ def _is_possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     return len(kinds) == 1 and fits(rule, strategy.axes_of, mesh)
 
 
-def _earlier_parts(
-    program: Program,
-    strategies: Sequence[Strategy],
-    v: int,
-    axis: str,
-    partials: Kept,
-) -> list[str]:
-    """Return the earlier parts of an axis over which a value is made partial and
-    reduced."""
-    place = split_name(axis)
-    if place is None or v not in program.producers:
-        return []
-    op, i = program.producers[v]
-    raw_spec = result_spec(program.ops[op].rule, strategies[op], i)
-    return [
-        part
-        for part, reduction in raw_spec.partial
-        if reduction == "sum"
-        and axis_of(part) == place[0]
-        and (split_name(part) or place) < place
-        and (part, reduction) not in partials.get(v, ())
-    ]
-
-
 def _cut(
     program: Program, axis: str, region: _Region, prices: Mapping[int, float]
 ) -> tuple[dict[int, int], set[int]]:
@@ -291,21 +257,9 @@ def _edges(
     return edges
 
 
-def _price(
-    program: Program,
-    state: State,
-    v: int,
-    mesh: Mesh,
-    axis: str,
-    also: Sequence[str] = (),
-) -> float:
+def _price(program: Program, state: State, v: int, mesh: Mesh, axis: str) -> float:
     """Return the seconds to reduce value ``v`` over ``axis`` into the spec it was
-    given, in addition to the axes ``also``, over which it is reduced in any case."""
-
-    def seconds(axes: Sequence[str]) -> float:
-        value, target = program.values[v], state.spec(v)
-        dims = [tuple(a for a in dim if a not in axes) for dim in target.dims]
-        source = Spec.of(dims, [(a, "sum") for a in axes])
-        return price_of(value, source, target, mesh)
-
-    return max(0.0, seconds([axis, *also]) - (seconds(also) if also else 0.0))
+    given."""
+    target = state.spec(v)
+    source = Spec.of(target.without({axis}).dims, [(axis, "sum")])
+    return price_of(program.values[v], source, target, mesh)

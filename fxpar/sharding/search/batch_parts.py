@@ -55,8 +55,6 @@ class PartProgram:
     places: int = 1
     # Parts that the first stage holds at a time.
     in_flight: int = 1
-    # How inputs of open layout are stored along the axis of stages.
-    free_along_stages: str = "own"
     # Number of parts that are priced: one, or all.
     paid: int = 1
 
@@ -219,9 +217,7 @@ class PartProgram:
         for result, v in self.whole.tensor_outputs:
             if result.kind == "gradient" and result.of is not None:
                 out[v] = signature.inputs[result.of].along_stages
-        out |= {v: declared.along_stages for declared, v in self.whole.tensor_inputs}
-        free = self.free_along_stages
-        return {v: free if along == "own" else along for v, along in out.items()}
+        return out | {v: x.along_stages for x, v in self.whole.tensor_inputs}
 
     def _is_saved(self, entry: Entry) -> bool:
         """Return whether a value of a training step's forward is read by its
