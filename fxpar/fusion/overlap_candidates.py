@@ -50,9 +50,8 @@ from fxpar.sharding.cost.op import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-# Nodes looked at before and after a collective; nodes taken at most before it, after a
-# gather, and after any other.
-_FAR, _MOST, _READERS, _OTHERS = 200, 32, 32, 8
+# Nodes looked at before and after a collective, and nodes taken at most on each side.
+_FAR, _MOST = 200, 32
 
 # Passes that move collectives of parameters, which all seem to be in a window.
 _OUTSIDE = ("bucket", "prefetch")
@@ -74,13 +73,6 @@ class Window:
     @property
     def collective(self) -> fx.Node:
         return next(node for node in self.graph.nodes if node.name == self.name)
-
-    @property
-    def others(self) -> list[fx.Node]:
-        """Return the collectives over other axes, which read what is computed from this
-        one."""
-        collectives = (node for node in self.graph.nodes if node.target in _MOVED)
-        return [node for node in collectives if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -173,16 +165,12 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def window(
-    node: fx.Node, varies: Varies, backward: Collection[fx.Node], *, both: bool = True
-) -> Window:
+def window(node: fx.Node, varies: Varies, backward: Collection[fx.Node]) -> Window:
     """Return the window around one collective.
 
     backward: nodes of the backward; a window is of the forward or of the backward.
-    both: take as many nodes after any collective as after a gather.
     """
-    most = _READERS if both or node.target is collective_nodes.all_gather else _OTHERS
-    members = _before(node, backward) | _after(node, backward, most)
+    members = _before(node, backward) | _after(node, backward)
     # The results of a region are read through its getitems alone.
     regions = [m for m in members if isinstance(m.target, CallableRegion)]
     members |= {item for region in regions for item in region.users}
@@ -239,7 +227,7 @@ def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     return members
 
 
-def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
+def _after(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     """Return the collective, and the ops computed from it up to the next collectives;
     with those of them over other axes, since both can run at once. No path leaves the
     set and enters it again."""
@@ -252,7 +240,7 @@ def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.No
         if not outside.isdisjoint(read):
             outside.add(at)
         elif not members.isdisjoint(read):
-            room = (at in backward) == (node in backward) and len(members) < most
+            room = (at in backward) == (node in backward) and len(members) < _MOST
             ends = at.target in _MOVED and axes.isdisjoint(collective_nodes.axes_of(at))
             joins = _can_join(at, node, backward)
             if room and (joins or ends):
@@ -341,12 +329,9 @@ class Machine:
         return [self.transfer_seconds(node, 1 / parts) for node in collectives]
 
 
-def improved(
-    window: Window, machine: Machine, least: float, *, split: bool
-) -> OverlapCandidate:
+def improved(window: Window, machine: Machine, least: float) -> OverlapCandidate:
     """Return the lines with which a window is fastest, and what they save; no lines if
-    they save no more than ``least`` seconds. ``split``: whether to try an all-reduce as
-    a reduce-scatter and a gather."""
+    they save no more than ``least`` seconds."""
     mesh, hardware = machine.mesh, machine.hardware
     base = window.seconds(Schedule(), mesh, hardware)
     best = _best(window, machine, base, least)
@@ -356,8 +341,6 @@ def improved(
     if len(collective_nodes.axes_of(node)) > 1:
         nested = _nested(window, machine, base, max(least, best.seconds))
         best = nested if nested.lines else best
-    if not split:
-        return best
     reachable = machine.transfer_seconds(node)  # the most that overlapping saves
     for dim in dims_of(node):
         if reachable - best.seconds <= least:
