@@ -11,7 +11,7 @@ priced once.
 
 ``improved``. In: a window around one collective, with a product. Out: the lines with
 which the window is simulated to be fastest. Tried for a product are, along each dim,
-chunks in all numbers of ``CHUNKS`` that divide it, rings in one direction and in both,
+chunks in all numbers of ``CHUNKS`` that divide it, and rings in both directions,
 with the product next to the collective, or with all ops from an earlier product on; an
 all-reduce also as a reduce-scatter and a gather, each with ways of its own. A way is
 not tried if a lower bound of its seconds, from sizes alone, shows that it cannot win.
@@ -269,22 +269,11 @@ _LONG = 12
 # A way that saves less than this share of a window is not worth trying.
 _LEAST = 1e-3
 
-_BOTH_WAYS, _ONE_WAY = (("ring", 2),), (("ring", 1),)
-
 _LAST = (
     collective_nodes.reduce_scatter,
     collective_nodes.all_reduce,
     collective_nodes.permute,
 )
-
-
-@dataclass(frozen=True)
-class OverlapWay:
-    """Is one way to run a window with its collective overlapping with compute."""
-
-    line: Line  # a verb of a window
-    least: float  # seconds that the chunked ops, and their collective, take at least
-    now: float  # seconds that the same takes unchanged
 
 
 @dataclass(frozen=True)
@@ -338,9 +327,6 @@ def improved(window: Window, machine: Machine, least: float) -> OverlapCandidate
     node = window.collective
     if node.target is not collective_nodes.all_reduce:
         return best
-    if len(collective_nodes.axes_of(node)) > 1:
-        nested = _nested(window, machine, base, max(least, best.seconds))
-        best = nested if nested.lines else best
     reachable = machine.transfer_seconds(node)  # the most that overlapping saves
     for dim in dims_of(node):
         if reachable - best.seconds <= least:
@@ -364,24 +350,18 @@ def improved(window: Window, machine: Machine, least: float) -> OverlapCandidate
     return best
 
 
-def _nested(
-    window: Window, machine: Machine, base: float, least: float
-) -> OverlapCandidate:
-    """Return the best way to run an all-reduce as one for the inner axes and one for
-    the outer, which use separate links, with chunks that pass through one after the
+def _nested_ways(node: fx.Node, machine: Machine) -> Iterator[tuple[float, Schedule]]:
+    """Yield the ways to run an all-reduce as one for the inner axes and one for the
+    outer, which use separate links, with chunks that pass through one after the
     other."""
-    node, best = window.collective, OverlapCandidate(Schedule(), least)
-    starts = list(_starts(node))
-    ways: list[tuple[float, Schedule]] = []
+    now, starts = machine.transfer_seconds(node), list(_starts(node))
     for inner, outer in _halves(collective_nodes.axes_of(node)):
         for dim in dims_of(node, machine.mesh.count(inner)):
             steps = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
             gives = "scattered", "reduced", "gathered"
             options = (*steps, ("dim", dim))
             first = Line("hierarchical", (node.name,), options, gives)
-            now = machine.transfer_seconds(node)
-            alone = sum(_hops(node, machine, inner, outer, 1))
-            ways.append((now - alone, Schedule((first,))))
+            yield now - sum(_hops(node, machine, inner, outer, 1)), Schedule((first,))
             for (start, region), chunks in product(starts, CHUNKS):
                 hops = _hops(node, machine, inner, outer, chunks)
                 work = sum(machine.work(n) for n in region)
@@ -390,19 +370,7 @@ def _nested(
                 for along_dim in dims_of(node, chunks):
                     how = (("chunks", chunks), ("dim", along_dim))
                     second = Line("overlap", (start, "gathered"), how)
-                    ways.append((now + work - passes, Schedule((first, second))))
-    for saves, lines in sorted(ways, key=lambda way: -way[0]):
-        if saves <= best.seconds:
-            break
-        try:
-            seconds = window.seconds(lines, machine.mesh, machine.hardware)
-        except Unexpected:
-            raise
-        except ScheduleError:
-            continue
-        if base - seconds > best.seconds:
-            best = OverlapCandidate(lines, base - seconds)
-    return best
+                    yield now + work - passes, Schedule((first, second))
 
 
 def _hops(
@@ -435,35 +403,28 @@ def _halves(
 def _best(
     window: Window, machine: Machine, base: float, least: float
 ) -> OverlapCandidate:
-    """Return the best candidate of one line."""
+    """Return the best way to run the collective; no lines if it saves no more than
+    ``least`` of ``base`` seconds."""
     best = OverlapCandidate(Schedule(), 0.0)
-    visited: set[Line] = set()
-    slower_both_ways = False
     least = max(least, _LEAST * base)
-    for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
-        if way.now - way.least <= max(best.seconds, least):
+    ways = _ways(window.collective, machine)
+    for most, lines in sorted(ways, key=lambda way: -way[0]):
+        if most <= max(best.seconds, least):
             break
-        if way.line in visited:
-            continue
-        visited.add(way.line)
-        if way.line.options == _ONE_WAY and slower_both_ways:
-            continue
         try:
-            lines = Schedule((way.line,))
             seconds = window.seconds(lines, machine.mesh, machine.hardware)
         except Unexpected:
             raise
         except ScheduleError:
             continue
-        if way.line.options == _BOTH_WAYS and seconds >= base:
-            slower_both_ways = True
         if base - seconds > max(best.seconds, least):
             best = OverlapCandidate(lines, base - seconds)
     return best
 
 
-def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
-    node = window.collective
+def _ways(node: fx.Node, machine: Machine) -> Iterator[tuple[float, Schedule]]:
+    """Yield (seconds that it saves at most, lines) for each way to run a
+    collective overlapping with compute."""
     if node.target is collective_nodes.all_gather:
         for ends, region in _ends(node):
             names: Argument = ends[0] if len(ends) == 1 else ends
@@ -471,6 +432,8 @@ def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
     elif node.target in _LAST:
         for start, region in _starts(node):
             yield from _in_parts(node, (start, node.name), region, machine)
+    if node.target is collective_nodes.all_reduce:
+        yield from _nested_ways(node, machine)
 
 
 def _in_parts(
@@ -478,23 +441,22 @@ def _in_parts(
     arguments: tuple[Argument, ...],
     region: Sequence[fx.Node],
     machine: Machine,
-) -> Iterator[OverlapWay]:
+) -> Iterator[tuple[float, Schedule]]:
     """Yield the ways to run one region in chunks or in a ring."""
     now = machine.transfer_seconds(node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
         hop = machine.transfer_seconds(node, 1 / chunks)
-        least = _at_least(region, machine, chunks, chunks, hop)
+        most = now - _at_least(region, machine, chunks, chunks, hop)
         for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
-            yield OverlapWay(Line("overlap", arguments, options), least, now)
+            yield most, Schedule((Line("overlap", arguments, options),))
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
         hop = machine.hop_seconds(node, share)
-        least = _at_least(region, machine, count, count - 1, hop)
-        for ring in (_BOTH_WAYS, _ONE_WAY):
-            yield OverlapWay(Line("overlap", arguments, ring), least, now)
+        most = now - _at_least(region, machine, count, count - 1, hop)
+        yield most, Schedule((Line("overlap", arguments, (("ring", 2),)),))
 
 
 def _at_least(
