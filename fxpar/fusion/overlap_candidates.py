@@ -136,11 +136,7 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         return value
 
     for node in graph.nodes:
-        arguments = node.args, node.kwargs
-        if _is_plain(*arguments):
-            args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
-        else:
-            args, kwargs = fx.node.map_aggregate(arguments, on_meta)
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
         copy = shapes.create_node(node.op, node.target, args, kwargs, node.name)
         copies[node] = copy
         copy.meta.update(node.meta)
@@ -149,20 +145,6 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         if isinstance(node.target, CallableRegion):
             copy.target = type(node.target)(shapes_of(node.target.graph))
     return shapes
-
-
-# Types of arguments that are the same on the meta device.
-_PLAIN = {fx.Node, int, float, bool, str, type(None), torch.dtype}
-
-
-def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments are nodes, and constants that are the same on any
-    device."""
-    for argument in (*args, *kwargs.values()):
-        several = argument if isinstance(argument, (list, tuple)) else (argument,)
-        if not _PLAIN.issuperset(map(type, several)):
-            return False
-    return True
 
 
 def window(node: fx.Node, varies: Varies, backward: Collection[fx.Node]) -> Window:
