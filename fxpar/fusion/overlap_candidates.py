@@ -465,22 +465,10 @@ def dims_of(node: fx.Node, chunks: int = 1) -> list[int]:
 def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield (a product, the nodes from it up to the collective, without the
     collective)."""
-    before = _leading(node)
+    before = sorted(_before(node, ()) - {node})
     for i, start in enumerate(reversed(before)):
         if is_contraction(start.target):
             yield start.name, before[len(before) - 1 - i :]
-
-
-def _leading(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are computed for a collective alone, in order."""
-    leading, at = {node}, node.prev
-    while at.op == "call_function":
-        if at.users and leading.issuperset(at.users):
-            if at.target in collective_nodes.COLLECTIVE:
-                break
-            leading.add(at)
-        at = at.prev
-    return sorted(leading - {node})
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
@@ -492,8 +480,10 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     if len(neighbors) > 1:
         for one in neighbors:
             yield (one.name,), [one]
-    region = _following(node)
-    inside = set(region)
+    inside = {
+        n for n in _after(node, ()) if n.target not in collective_nodes.COLLECTIVE
+    }
+    region = sorted(inside)
     last = [n for n in region if any(u not in inside for u in n.users)]
     products = any(is_contraction(n.target) for n in region)
     if products and last and last != neighbors and len(region) <= _LONG:
@@ -517,13 +507,3 @@ def _neighbors(node: fx.Node) -> list[fx.Node]:
         elif user.op == "call_function" and is_view(user):
             pending += user.users
     return sorted(ends)
-
-
-def _following(node: fx.Node) -> list[fx.Node]:
-    following, at = {node}, node.next
-    while at.op != "output":
-        reads = not following.isdisjoint(at.all_input_nodes)
-        if reads and at.target not in collective_nodes.COLLECTIVE:
-            following.add(at)
-        at = at.next
-    return sorted(following - {node})
