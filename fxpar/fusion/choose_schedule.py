@@ -139,7 +139,6 @@ class Attempts:
         self.simulated: dict[Schedule, Timeline] = {}
         self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
         self._last: tuple[tuple[Line, ...], Orders] | None = None
-        self._last_steps: tuple[tuple[Line, ...], fx.Graph] | None = None
         self._last_run: tuple[Schedule, SimulatedRun] | None = None
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
@@ -168,12 +167,8 @@ class Attempts:
         return tuple(s for s in fits if s != self.schedule)
 
     def graph(self, schedule: Schedule) -> fx.Graph:
-        """Return the graph after some lines, communication as steps; not to be changed.
-        The last one asked for is remembered."""
-        if self._last_steps is None or self._last_steps[0] != schedule.lines:
-            steps = apply(schedule, self.first, self.mesh, lowered=False)
-            self._last_steps = schedule.lines, steps
-        return self._last_steps[1]
+        """Return the graph after some lines, communication as steps."""
+        return apply(schedule, self.first, self.mesh, lowered=False)
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Return the simulated timeline of a step. Raises ScheduleError."""
