@@ -18,7 +18,7 @@ from gpu_programs import BF16, CASES, TINY, Case, Sizes
 from gpu_ranks import start
 
 from fxpar.fusion.kernels import region_op, run_kernels
-from tests.helpers.kernels.shared_memory import virtual
+from tests.helpers.kernels.shared_memory import install, virtual
 
 ASKED = (
     "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
@@ -82,7 +82,7 @@ def calls(here: Here) -> None:
     job = programs.case_job(here, case, 1, sizes)
     given = programs.inputs_of(here, case, 1, 0, 0, sizes)
     (provider,) = virtual(1, here.device, programs=here.programs)
-    region_op.install(group, here.device.type, provider)
+    install(group, here.device.type, provider)
     word = region_op.remember(job.program)
     values, numbers = list(job.values(given).values()), list(job.numbers[0])
 

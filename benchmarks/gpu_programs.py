@@ -277,12 +277,12 @@ def reduce_update(rank: int, ranks: int, rows: int) -> Callable[..., Any]:
 
 
 def scatter_norm(rank: int, ranks: int, rows: int) -> Callable[..., Any]:
-    """Each rank has rows of the mask."""
+    """Each rank has rows of the mask, which is no result."""
 
     def fn(x: Any, bias: Any, rest: Any, weight: Any, seed: Any) -> Any:
         y = reduce_scatter(F.silu(x), ranks)
-        kept, mask = dropout(y + bias, seed, ranks * rows, rank * rows)
-        return layer(kept + rest, weight, bias), mask, (y * 2).sum(0)
+        kept, _ = dropout(y + bias, seed, ranks * rows, rank * rows)
+        return layer(kept + rest, weight, bias), (y * 2).sum(0)
 
     return fn
 
@@ -308,15 +308,15 @@ def scatter_update(rank: int, ranks: int, rows: int) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """``parts``: a rank has a part of the collective's result or operand. ``masked``: a
-    result is a mask of a part."""
+    """``parts``: a rank has a part of the collective's result or operand. ``unlike``:
+    no result is one on all ranks."""
 
     make: Callable[[int, int, int], Callable[..., Any]]
     shots: int = 1
     dtype: torch.dtype = F32
     flat: bool = False
     parts: bool = False
-    masked: bool = False
+    unlike: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -328,8 +328,8 @@ CASES: dict[str, Case] = {
     "reduce_computed 2": Case(reduce_computed, 2),
     "reduce_update": Case(reduce_update, flat=True),
     "reduce_update 2": Case(reduce_update, 2, flat=True),
-    "scatter_norm": Case(scatter_norm, parts=True, masked=True),
-    "scatter_norm bf16": Case(scatter_norm, 1, BF16, parts=True, masked=True),
+    "scatter_norm": Case(scatter_norm, parts=True, unlike=True),
+    "scatter_norm bf16": Case(scatter_norm, 1, BF16, parts=True, unlike=True),
     "gather_norm": Case(gather_norm, parts=True),
     "gather_norm bf16": Case(gather_norm, 1, BF16, parts=True),
     "scatter_update": Case(scatter_update, flat=True, parts=True),

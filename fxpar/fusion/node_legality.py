@@ -343,7 +343,10 @@ def inline(graph: fx.Graph) -> None:
             for node in part.nodes:
                 if node.op == "call_function":
                     copies[node] = graph.node_copy(node, copies.__getitem__)
-                    copies[node].meta = node.meta | _said(node, region)
+                    copies[node].meta = {**node.meta}
+                    if not isinstance(region.target, UnevenOp):
+                        custom = node.meta.get("custom") or {}
+                        copies[node].meta["custom"] = custom | {REGION: region.name}
         results: Any = part.output_node().args[0]
         for item in list(region.users):
             item.replace_all_uses_with(copies[results[item.args[1]]])
@@ -351,10 +354,3 @@ def inline(graph: fx.Graph) -> None:
         graph.erase_node(region)
     if regions:
         graph.lint()
-
-
-def _said(node: fx.Node, region: fx.Node) -> dict[str, Any]:
-    """Return the ``meta`` that marks a node with the region it was in."""
-    if isinstance(region.target, UnevenOp):
-        return {}
-    return {"custom": (node.meta.get("custom") or {}) | {REGION: region.name}}

@@ -11,7 +11,7 @@ priced once.
 
 ``improved``. In: a window around one collective, with a product. Out: the lines with
 which the window is simulated to be fastest. Tried for a product are, along each dim,
-chunks in all numbers of ``CHUNKS`` that divide it, rings in one direction and in both,
+chunks in all numbers of ``CHUNKS`` that divide it, and rings in both directions,
 with the product next to the collective, or with all ops from an earlier product on; an
 all-reduce also as a reduce-scatter and a gather, each with ways of its own. A way is
 not tried if a lower bound of its seconds, from sizes alone, shows that it cannot win.
@@ -50,9 +50,8 @@ from fxpar.sharding.cost.op import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-# Nodes looked at before and after a collective; nodes taken at most before it, after a
-# gather, and after any other.
-_FAR, _MOST, _READERS, _OTHERS = 200, 32, 32, 8
+# Nodes looked at before and after a collective, and nodes taken at most on each side.
+_FAR, _MOST = 200, 32
 
 # Passes that move collectives of parameters, which all seem to be in a window.
 _OUTSIDE = ("bucket", "prefetch")
@@ -74,13 +73,6 @@ class Window:
     @property
     def collective(self) -> fx.Node:
         return next(node for node in self.graph.nodes if node.name == self.name)
-
-    @property
-    def others(self) -> list[fx.Node]:
-        """Return the collectives over other axes, which read what is computed from this
-        one."""
-        collectives = (node for node in self.graph.nodes if node.target in _MOVED)
-        return [node for node in collectives if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -144,11 +136,7 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
         return value
 
     for node in graph.nodes:
-        arguments = node.args, node.kwargs
-        if _is_plain(*arguments):
-            args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
-        else:
-            args, kwargs = fx.node.map_aggregate(arguments, on_meta)
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_meta)
         copy = shapes.create_node(node.op, node.target, args, kwargs, node.name)
         copies[node] = copy
         copy.meta.update(node.meta)
@@ -159,30 +147,12 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
     return shapes
 
 
-# Types of arguments that are the same on the meta device.
-_PLAIN = {fx.Node, int, float, bool, str, type(None), torch.dtype}
-
-
-def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments are nodes, and constants that are the same on any
-    device."""
-    for argument in (*args, *kwargs.values()):
-        several = argument if isinstance(argument, (list, tuple)) else (argument,)
-        if not _PLAIN.issuperset(map(type, several)):
-            return False
-    return True
-
-
-def window(
-    node: fx.Node, varies: Varies, backward: Collection[fx.Node], *, both: bool = True
-) -> Window:
+def window(node: fx.Node, varies: Varies, backward: Collection[fx.Node]) -> Window:
     """Return the window around one collective.
 
     backward: nodes of the backward; a window is of the forward or of the backward.
-    both: take as many nodes after any collective as after a gather.
     """
-    most = _READERS if both or node.target is collective_nodes.all_gather else _OTHERS
-    members = _before(node, backward) | _after(node, backward, most)
+    members = _before(node, backward) | _after(node, backward)
     # The results of a region are read through its getitems alone.
     regions = [m for m in members if isinstance(m.target, CallableRegion)]
     members |= {item for region in regions for item in region.users}
@@ -239,7 +209,7 @@ def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     return members
 
 
-def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
+def _after(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     """Return the collective, and the ops computed from it up to the next collectives;
     with those of them over other axes, since both can run at once. No path leaves the
     set and enters it again."""
@@ -252,7 +222,7 @@ def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.No
         if not outside.isdisjoint(read):
             outside.add(at)
         elif not members.isdisjoint(read):
-            room = (at in backward) == (node in backward) and len(members) < most
+            room = (at in backward) == (node in backward) and len(members) < _MOST
             ends = at.target in _MOVED and axes.isdisjoint(collective_nodes.axes_of(at))
             joins = _can_join(at, node, backward)
             if room and (joins or ends):
@@ -281,22 +251,11 @@ _LONG = 12
 # A way that saves less than this share of a window is not worth trying.
 _LEAST = 1e-3
 
-_BOTH_WAYS, _ONE_WAY = (("ring", 2),), (("ring", 1),)
-
 _LAST = (
     collective_nodes.reduce_scatter,
     collective_nodes.all_reduce,
     collective_nodes.permute,
 )
-
-
-@dataclass(frozen=True)
-class OverlapWay:
-    """Is one way to run a window with its collective overlapping with compute."""
-
-    line: Line  # a verb of a window
-    least: float  # seconds that the chunked ops, and their collective, take at least
-    now: float  # seconds that the same takes unchanged
 
 
 @dataclass(frozen=True)
@@ -341,22 +300,14 @@ class Machine:
         return [self.transfer_seconds(node, 1 / parts) for node in collectives]
 
 
-def improved(
-    window: Window, machine: Machine, least: float, *, split: bool
-) -> OverlapCandidate:
+def improved(window: Window, machine: Machine, least: float) -> OverlapCandidate:
     """Return the lines with which a window is fastest, and what they save; no lines if
-    they save no more than ``least`` seconds. ``split``: whether to try an all-reduce as
-    a reduce-scatter and a gather."""
+    they save no more than ``least`` seconds."""
     mesh, hardware = machine.mesh, machine.hardware
     base = window.seconds(Schedule(), mesh, hardware)
     best = _best(window, machine, base, least)
     node = window.collective
     if node.target is not collective_nodes.all_reduce:
-        return best
-    if len(collective_nodes.axes_of(node)) > 1:
-        nested = _nested(window, machine, base, max(least, best.seconds))
-        best = nested if nested.lines else best
-    if not split:
         return best
     reachable = machine.transfer_seconds(node)  # the most that overlapping saves
     for dim in dims_of(node):
@@ -381,24 +332,18 @@ def improved(
     return best
 
 
-def _nested(
-    window: Window, machine: Machine, base: float, least: float
-) -> OverlapCandidate:
-    """Return the best way to run an all-reduce as one for the inner axes and one for
-    the outer, which use separate links, with chunks that pass through one after the
+def _nested_ways(node: fx.Node, machine: Machine) -> Iterator[tuple[float, Schedule]]:
+    """Yield the ways to run an all-reduce as one for the inner axes and one for the
+    outer, which use separate links, with chunks that pass through one after the
     other."""
-    node, best = window.collective, OverlapCandidate(Schedule(), least)
-    starts = list(_starts(node))
-    ways: list[tuple[float, Schedule]] = []
+    now, starts = machine.transfer_seconds(node), list(_starts(node))
     for inner, outer in _halves(collective_nodes.axes_of(node)):
         for dim in dims_of(node, machine.mesh.count(inner)):
             steps = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
             gives = "scattered", "reduced", "gathered"
             options = (*steps, ("dim", dim))
             first = Line("hierarchical", (node.name,), options, gives)
-            now = machine.transfer_seconds(node)
-            alone = sum(_hops(node, machine, inner, outer, 1))
-            ways.append((now - alone, Schedule((first,))))
+            yield now - sum(_hops(node, machine, inner, outer, 1)), Schedule((first,))
             for (start, region), chunks in product(starts, CHUNKS):
                 hops = _hops(node, machine, inner, outer, chunks)
                 work = sum(machine.work(n) for n in region)
@@ -407,19 +352,7 @@ def _nested(
                 for along_dim in dims_of(node, chunks):
                     how = (("chunks", chunks), ("dim", along_dim))
                     second = Line("overlap", (start, "gathered"), how)
-                    ways.append((now + work - passes, Schedule((first, second))))
-    for saves, lines in sorted(ways, key=lambda way: -way[0]):
-        if saves <= best.seconds:
-            break
-        try:
-            seconds = window.seconds(lines, machine.mesh, machine.hardware)
-        except Unexpected:
-            raise
-        except ScheduleError:
-            continue
-        if base - seconds > best.seconds:
-            best = OverlapCandidate(lines, base - seconds)
-    return best
+                    yield now + work - passes, Schedule((first, second))
 
 
 def _hops(
@@ -452,35 +385,28 @@ def _halves(
 def _best(
     window: Window, machine: Machine, base: float, least: float
 ) -> OverlapCandidate:
-    """Return the best candidate of one line."""
+    """Return the best way to run the collective; no lines if it saves no more than
+    ``least`` of ``base`` seconds."""
     best = OverlapCandidate(Schedule(), 0.0)
-    visited: set[Line] = set()
-    slower_both_ways = False
     least = max(least, _LEAST * base)
-    for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
-        if way.now - way.least <= max(best.seconds, least):
+    ways = _ways(window.collective, machine)
+    for most, lines in sorted(ways, key=lambda way: -way[0]):
+        if most <= max(best.seconds, least):
             break
-        if way.line in visited:
-            continue
-        visited.add(way.line)
-        if way.line.options == _ONE_WAY and slower_both_ways:
-            continue
         try:
-            lines = Schedule((way.line,))
             seconds = window.seconds(lines, machine.mesh, machine.hardware)
         except Unexpected:
             raise
         except ScheduleError:
             continue
-        if way.line.options == _BOTH_WAYS and seconds >= base:
-            slower_both_ways = True
         if base - seconds > max(best.seconds, least):
             best = OverlapCandidate(lines, base - seconds)
     return best
 
 
-def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
-    node = window.collective
+def _ways(node: fx.Node, machine: Machine) -> Iterator[tuple[float, Schedule]]:
+    """Yield (seconds that it saves at most, lines) for each way to run a
+    collective overlapping with compute."""
     if node.target is collective_nodes.all_gather:
         for ends, region in _ends(node):
             names: Argument = ends[0] if len(ends) == 1 else ends
@@ -488,6 +414,8 @@ def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
     elif node.target in _LAST:
         for start, region in _starts(node):
             yield from _in_parts(node, (start, node.name), region, machine)
+    if node.target is collective_nodes.all_reduce:
+        yield from _nested_ways(node, machine)
 
 
 def _in_parts(
@@ -495,23 +423,22 @@ def _in_parts(
     arguments: tuple[Argument, ...],
     region: Sequence[fx.Node],
     machine: Machine,
-) -> Iterator[OverlapWay]:
+) -> Iterator[tuple[float, Schedule]]:
     """Yield the ways to run one region in chunks or in a ring."""
     now = machine.transfer_seconds(node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
         hop = machine.transfer_seconds(node, 1 / chunks)
-        least = _at_least(region, machine, chunks, chunks, hop)
+        most = now - _at_least(region, machine, chunks, chunks, hop)
         for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
-            yield OverlapWay(Line("overlap", arguments, options), least, now)
+            yield most, Schedule((Line("overlap", arguments, options),))
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
         hop = machine.hop_seconds(node, share)
-        least = _at_least(region, machine, count, count - 1, hop)
-        for ring in (_BOTH_WAYS, _ONE_WAY):
-            yield OverlapWay(Line("overlap", arguments, ring), least, now)
+        most = now - _at_least(region, machine, count, count - 1, hop)
+        yield most, Schedule((Line("overlap", arguments, (("ring", 2),)),))
 
 
 def _at_least(
@@ -538,22 +465,10 @@ def dims_of(node: fx.Node, chunks: int = 1) -> list[int]:
 def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield (a product, the nodes from it up to the collective, without the
     collective)."""
-    before = _leading(node)
+    before = sorted(_before(node, ()) - {node})
     for i, start in enumerate(reversed(before)):
         if is_contraction(start.target):
             yield start.name, before[len(before) - 1 - i :]
-
-
-def _leading(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that are computed for a collective alone, in order."""
-    leading, at = {node}, node.prev
-    while at.op == "call_function":
-        if at.users and leading.issuperset(at.users):
-            if at.target in collective_nodes.COLLECTIVE:
-                break
-            leading.add(at)
-        at = at.prev
-    return sorted(leading - {node})
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
@@ -565,8 +480,10 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     if len(neighbors) > 1:
         for one in neighbors:
             yield (one.name,), [one]
-    region = _following(node)
-    inside = set(region)
+    inside = {
+        n for n in _after(node, ()) if n.target not in collective_nodes.COLLECTIVE
+    }
+    region = sorted(inside)
     last = [n for n in region if any(u not in inside for u in n.users)]
     products = any(is_contraction(n.target) for n in region)
     if products and last and last != neighbors and len(region) <= _LONG:
@@ -590,13 +507,3 @@ def _neighbors(node: fx.Node) -> list[fx.Node]:
         elif user.op == "call_function" and is_view(user):
             pending += user.users
     return sorted(ends)
-
-
-def _following(node: fx.Node) -> list[fx.Node]:
-    following, at = {node}, node.next
-    while at.op != "output":
-        reads = not following.isdisjoint(at.all_input_nodes)
-        if reads and at.target not in collective_nodes.COLLECTIVE:
-            following.add(at)
-        at = at.next
-    return sorted(following - {node})

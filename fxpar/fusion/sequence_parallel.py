@@ -37,8 +37,10 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -60,6 +62,8 @@ from fxpar.sharding.strategy import is_expressible, project
 Axes = tuple[str, ...]
 Token = tuple[fx.Node, int]  # a value and one of its dims
 Varies = Mapping[fx.Node, frozenset[str]]
+# An edge of the network between "sliced", values, ops and "whole": tail, head, seconds.
+Arc = tuple[Any, Any, float]
 
 
 @dataclass
@@ -83,26 +87,6 @@ class Rows:
             self.dims[value] = None
 
 
-class _Sets:
-    """Holds disjoint sets of tokens that are tied together."""
-
-    def __init__(self) -> None:
-        self._number: dict[Token, int] = {}
-        self._parent: list[int] = []
-
-    def find(self, token: Token) -> int:
-        i = self._number.setdefault(token, len(self._parent))
-        if i == len(self._parent):
-            self._parent.append(i)
-        while self._parent[i] != i:
-            self._parent[i] = self._parent[self._parent[i]]
-            i = self._parent[i]
-        return i
-
-    def join(self, one: Token, other: Token) -> None:
-        self._parent[self.find(other)] = self.find(one)
-
-
 @dataclass(frozen=True)
 class _Tie:
     """Holds the tokens of an op's operands and results for one of its factors."""
@@ -118,24 +102,31 @@ class _Tie:
 
 def rows_of(graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies) -> list[Rows]:
     """Return all rows with a result of an all-reduce along ``axes``."""
-    sets, ties = _Sets(), list(_all_ties(graph, mesh, axes, varies))
-    for tie in ties:
-        for token in tie.tokens:
-            sets.join(tie.tokens[0], token)
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    ties = list(_all_ties(graph, mesh, axes, varies))
+    reduced = [
+        (node, dim)
+        for node in graph.nodes
+        if node.target is collective_nodes.all_reduce
+        and collective_nodes.axes_of(node) == axes
+        for dim, size in enumerate(node.meta["val"].shape)
+        if size and size % mesh.count(axes) == 0
+    ]
+    tokens = dict.fromkeys(chain(reduced, *(tie.tokens for tie in ties)))
+    number = {token: i for i, token in enumerate(tokens)}
+    pairs = [(number[tie.tokens[0]], number[t]) for tie in ties for t in tie.tokens]
+    ends = np.array(pairs, int).reshape(-1, 2).T
+    joins = coo_array((np.ones(len(pairs)), ends), shape=(len(number), len(number)))
+    _, part_of = connected_components(joins, directed=False)
     groups: dict[int, Rows] = defaultdict(Rows)
-    for node in graph.nodes:
-        if (
-            node.target is not collective_nodes.all_reduce
-            or collective_nodes.axes_of(node) != axes
-        ):
-            continue
-        for dim, size in enumerate(node.meta["val"].shape):
-            if size and size % mesh.count(axes) == 0:
-                rows = groups[sets.find((node, dim))]
-                rows.put(node, dim)
-                rows.reduced += [node] if node not in rows.reduced[-1:] else []
+    for node, dim in reduced:
+        rows = groups[part_of[number[node, dim]]]
+        rows.put(node, dim)
+        rows.reduced += [node] if node not in rows.reduced[-1:] else []
     for tie in ties:
-        group = groups.get(sets.find(tie.tokens[0]))
+        group = groups.get(part_of[number[tie.tokens[0]]])
         if group is None:
             continue
         for value, dim in tie.tokens:
@@ -273,77 +264,60 @@ class Prices:
     share: float
 
 
-class _Network:
-    """Holds arcs with capacities in seconds, between "sliced", values, ops and
-    "whole"."""
-
-    def __init__(self) -> None:
-        self.arcs: list[tuple[Any, Any, float]] = []
-
-    def arc(self, tail: Any, head: Any, seconds: float) -> None:
-        self.arcs.append((tail, head, seconds))
-
-    def sliced(self) -> tuple[set[Any], float]:
-        """Return (keys on the side of the source, seconds of the cut). Of cuts of equal
-        cost this is the one with most in slices, which takes least memory."""
-        least = minimum_cut(self.arcs, "sliced", "whole")
-        if least is None:  # what must be sliced must be whole
-            return set(), math.inf
-        keys = {key for *ends, _ in self.arcs for key in ends}
-        return keys - least.late, least.capacity
-
-
 def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:
     """Return the best cut for one region. ``split``: only among those that split every
-    all-reduce."""
-    network = _Network()
+    all-reduce. Of cuts of equal cost it is the one with most in slices, which takes
+    least memory."""
+    arcs: list[Arc] = []
     before = 0.0
     for op in rows.ops:
         work = prices.work(op, 1.0)
         reduces = prices.collective("all_reduce", op) if op in rows.sums else 0.0
-        network.arc("sliced", op, work)
-        network.arc(op, "whole", prices.work(op, prices.share) + reduces)
+        arcs.append(("sliced", op, work))
+        arcs.append((op, "whole", prices.work(op, prices.share) + reduces))
         before += work
     for value in rows.reduced:
         whole = prices.collective("all_reduce", value)
         may = rows.dims[value] is None or not split
-        network.arc("sliced", value, whole if may else math.inf)
-        network.arc(value, "whole", prices.collective("reduce_scatter", value))
+        arcs.append(("sliced", value, whole if may else math.inf))
+        arcs.append((value, "whole", prices.collective("reduce_scatter", value)))
         before += whole
     for value, dim in rows.dims.items():
-        _value(network, rows, value, dim, prices)
-    side, after = network.sliced()
-    sliced = tuple(op for op in rows.ops if op in side)
+        arcs += _arcs_of(rows, value, dim, prices)
+    least = minimum_cut(arcs, "sliced", "whole")
+    if least is None:  # what must be sliced must be whole
+        return SliceCut((), {}, {}, -math.inf)
+    sliced = tuple(op for op in rows.ops if op not in least.late)
     read = {value for op in sliced for value in rows.ops[op]}
     dims = {value: rows.dims[value] for value in rows.reduced}
     dim_of = {value: dim for value, dim in dims.items() if dim is not None}
     return SliceCut(
         sliced,
-        {value: dim for value, dim in dim_of.items() if value in side},
-        {value: dim for value, dim in dim_of.items() if value in read - side},
-        before - after,
+        {value: dim for value, dim in dim_of.items() if value not in least.late},
+        {value: dim for value, dim in dim_of.items() if value in read & least.late},
+        before - least.capacity,
     )
 
 
-def _value(
-    network: _Network, rows: Rows, value: fx.Node, dim: int | None, prices: Prices
-) -> None:
-    """Add the arcs of a value: it is sliced if its op is; whoever reads it whole reads
-    it gathered."""
+def _arcs_of(
+    rows: Rows, value: fx.Node, dim: int | None, prices: Prices
+) -> Iterator[Arc]:
+    """Yield the arcs of a value: it is sliced if its op is; whoever reads it whole
+    reads it gathered."""
     maker = rows.makers.get(value)
     if dim is None or (maker is None and value not in rows.reduced):
         # It is whole; an op on slices takes its part of it for free.
-        network.arc(maker or value, "whole", math.inf)
+        yield maker or value, "whole", math.inf
         return
     if maker not in (None, value):
-        network.arc(maker, value, math.inf)
-        network.arc(value, maker, math.inf)
-    network.arc(value, ("gathered", value), prices.collective("all_gather", value))
+        yield maker, value, math.inf
+        yield value, maker, math.inf
+    yield value, ("gathered", value), prices.collective("all_gather", value)
     for user in value.users:
         if user.target is operator.getitem and user in rows.dims:
             continue
         slices = value in rows.ops.get(user, ())
-        network.arc(("gathered", value), user if slices else "whole", math.inf)
+        yield ("gathered", value), user if slices else "whole", math.inf
 
 
 def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
@@ -426,24 +400,17 @@ def candidates(
 def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
     count = mesh.count(axes)
 
-    def collective(kind: str, value: fx.Node) -> float:
-        size = bytes_of(value)
-        before = size / count if kind == "all_gather" else size
-        return float(along(kind, mesh, axes).seconds(before))
-
-    return Prices(_work(mesh, hardware), collective, 1 / count)
-
-
-def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
-    """Return a function of an op and a share: seconds of that share of the op beyond
-    its launch, or of a collective."""
-
     def work(op: fx.Node, share: float) -> float:
         if collective_nodes.is_step(op):
             return collective_nodes.step_seconds(op, mesh, share)
         return kernel_seconds(op, hardware, share)
 
-    return work
+    def collective(kind: str, value: fx.Node) -> float:
+        size = bytes_of(value)
+        before = size / count if kind == "all_gather" else size
+        return float(along(kind, mesh, axes).seconds(before))
+
+    return Prices(work, collective, 1 / count)
 
 
 def lines_of(cuts: Sequence[SliceCut], start: int) -> Schedule:

@@ -8,10 +8,10 @@ up by their hash: they are known to the process that made them, and kept in file
 to Inductor's caches, for a process that compiles nothing because it found the compiled
 graph there.
 
-Providers of shared memory belong to groups, made when one is first needed on a GPU, or
-given (``install``). Whether collectives run inside a kernel depends on the program and
-the group alone, or is measured by all ranks together (``implementations``), so that
-ranks never decide differently. Never compiles a graph.
+Providers of shared memory belong to groups, made when one is first needed on a GPU.
+Whether collectives run inside a kernel depends on the program and the group alone, or
+is measured by all ranks together (``implementations``), so that ranks never decide
+differently. Never compiles a graph.
 """
 
 from __future__ import annotations
@@ -52,16 +52,6 @@ CPU = torch.device("cpu")
 # By process group: providers end with it, since a later group of the same name may have
 # other ranks.
 _PROVIDERS: WeakKeyDictionary[Any, dict[str, Provider | None]] = WeakKeyDictionary()
-_INSTALLED: dict[tuple[str, str], Provider | None] = {}  # by names of no group
-
-
-def install(group: str, device: str, provider: Provider | None) -> None:
-    """Set the memory that the ranks of a group share, on a kind of device."""
-    process_group = _torch.distributed.group_named(group)
-    if process_group is None:
-        _INSTALLED[group, device] = provider
-    else:
-        _PROVIDERS.setdefault(process_group, {})[device] = provider
 
 
 def provider_of(group: str, device: torch.device) -> Provider | None:
@@ -69,10 +59,8 @@ def provider_of(group: str, device: torch.device) -> Provider | None:
     none."""
     process_group = _torch.distributed.group_named(group)
     if process_group is None:
-        return _INSTALLED.get((group, device.type))
-    by_kind, kind = _PROVIDERS.get(process_group), device.type
-    if by_kind is None:
-        by_kind = _PROVIDERS[process_group] = {}
+        return None
+    by_kind, kind = _PROVIDERS.setdefault(process_group, {}), device.type
     if kind not in by_kind:
         by_kind[kind] = symmetric(group, device) if kind == "cuda" else None
     return by_kind[kind]
@@ -116,14 +104,14 @@ def fused(
     if provider is None:
         return None
     alone = run_kernels.alone_of(program, tensors, device)
-    templates, key = _TEMPLATES.setdefault(provider, {}), (program, rung, alone)
-    if key not in templates:
+    ways, key = _WAYS.setdefault(provider, {}), (program, rung)
+    if key not in ways:
         if rung == "measured":
-            way = _measured(program, tensors, numbers, group, provider)
+            way = _measured(program, tensors, numbers, group, provider, alone)
         else:
             way = _by_table(program, facts_of(provider), provider.programs, rung)
-        templates[key] = planned(program, way, kind, alone)
-    template = templates[key]
+        ways[key] = way
+    template = planned(program, ways[key], kind, alone)
     if template is None:
         return None
     values = run_kernels.by_input(program, tensors)
@@ -165,13 +153,10 @@ def _by_table(
     return TunedWay(name, programs)
 
 
-# Kernels by program, rung and numbers alone, for as long as a provider lives.
-_Key = tuple[RegionProgram, str, frozenset[str]]
-_TEMPLATES: WeakKeyDictionary[Provider, dict[_Key, Template | None]] = (
+# Ways of programs, by rung, for as long as a provider lives.
+_WAYS: WeakKeyDictionary[Provider, dict[tuple[RegionProgram, str], TunedWay]] = (
     WeakKeyDictionary()
 )
-# Measured ways, for as long as a provider lives.
-_WAYS: WeakKeyDictionary[Provider, dict[RegionProgram, TunedWay]] = WeakKeyDictionary()
 
 
 def _measured(
@@ -180,17 +165,14 @@ def _measured(
     numbers: Sequence[int],
     group: str,
     provider: Provider,
+    alone: frozenset[str],
 ) -> TunedWay:
     """Return the fastest way, measured at the first call, which all ranks make
     together. The measurement runs on the given tensors and writes to none of them."""
-    ways_by_program = _WAYS.setdefault(provider, {})
-    if program in ways_by_program:
-        return ways_by_program[program]
     device, facts = provider.device, facts_of(provider)
     table = _by_table(program, facts, provider.programs, "")
     if provider.meeting is None:
-        return ways_by_program.setdefault(program, table)
-    alone = run_kernels.alone_of(program, tensors, device)
+        return table
     values = run_kernels.by_input(program, tensors)
 
     def prepare(way: TunedWay) -> Run:
@@ -209,11 +191,10 @@ def _measured(
     }
     clock = by_events if on_gpu else by_clock
     try:
-        way = tuned(program, ways, prepare, provider.meeting, where=where, clock=clock)
+        return tuned(program, ways, prepare, provider.meeting, where=where, clock=clock)
     except Unshared as error:
         log.debug("region %s: nothing was measured: %s", program.hash, error)
-        way = table
-    return ways_by_program.setdefault(program, way)
+        return table
 
 
 @cache

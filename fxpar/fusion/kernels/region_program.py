@@ -483,10 +483,9 @@ def _stages(program: RegionProgram) -> dict[str, int]:
         least[line.name] = after
     last_stage: dict[str, int] = {}  # by its readers
     end = started
-    outputs = {t.name for t in program.outputs}
     for line in reversed(program.lines):
         free = least[line.name] == 0 and line.op not in MOVES
-        if free and line.name in last_stage and line.name not in outputs:
+        if free and line.name in last_stage:
             least[line.name] = last_stage[line.name]
         stage = least[line.name]
         for name in line.refs:
@@ -543,7 +542,7 @@ def cut(program: RegionProgram) -> SplitProgram:
     """Split a program for one kernel: each part gives all that the kernel must write.
 
     That includes values that pass from one collective to the next, or through one to
-    the caller, and masks of this rank's part. Raises CannotEmit.
+    the caller. Raises CannotEmit.
     """
     moves: list[CollectiveStep] = []
     parts: dict[int, RegionProgram] = {}
@@ -552,8 +551,6 @@ def cut(program: RegionProgram) -> SplitProgram:
             moves.append(step)
         else:
             parts[len(moves)] = step
-    if {0, 1} <= parts.keys():
-        parts[0], parts[1] = _with_masks_moved(program, moves[0], parts[0], parts[1])
     output_names = {t.name for t in program.outputs}
     full = []
     for k in range(len(moves) + 1):
@@ -564,54 +561,6 @@ def cut(program: RegionProgram) -> SplitProgram:
             part = _passing_on(part, _operand(program, moves, k))
         full.append(part)
     return SplitProgram(tuple(moves), tuple(full))
-
-
-def _with_masks_moved(
-    program: RegionProgram,
-    move: CollectiveStep,
-    first: RegionProgram,
-    then: RegionProgram,
-) -> tuple[RegionProgram, RegionProgram]:
-    """Return both parts, with outputs of the first that have the size of a collective's
-    result and not of its operand moved to the second: a mask of this rank's rows that
-    is a result itself."""
-    operand, result = program.values[move.operand], program.values[move.result]
-    fit = {t for t in first.outputs if t.count == result.count != operand.count}
-    if not fit:
-        return first, then
-    other_outputs = tuple(t for t in first.outputs if t not in fit)
-    names = {t.name for t in fit}
-    present = {line.name for line in then.lines}
-    lines = [line for line in _cone(first, names) if line.name not in present]
-    lines += then.lines
-    computed = {line.name for line in lines}
-    inputs = {t.name: t for t in (*first.inputs, *then.inputs)}
-    read = dict.fromkeys(name for line in lines for name in line.refs)
-    outputs = (*(t for t in first.outputs if t in fit), *then.outputs)
-    output_names = {t.name for t in program.outputs}
-    return (
-        dataclasses.replace(
-            first,
-            lines=_cone(first, {t.name for t in other_outputs}),
-            outputs=other_outputs,
-        ),
-        dataclasses.replace(
-            then,
-            inputs=tuple(inputs[name] for name in read if name not in computed),
-            lines=tuple(lines),
-            outputs=tuple(t for t in outputs if t.name in output_names or t not in fit),
-        ),
-    )
-
-
-def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
-    """Return the lines that compute some values."""
-    names_read, lines = set(names), []
-    for line in reversed(part.lines):
-        if line.name in names_read:
-            names_read.update(line.refs)
-            lines.append(line)
-    return tuple(reversed(lines))
 
 
 def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) -> Tensor:

@@ -75,9 +75,9 @@ class Provider:
     ranks: int  # number of ranks in the group
     programs: int  # how many programs of a kernel run at a time on every rank
     device: torch.device
-    # (bytes, number) -> memory; the number grows, every rank calls it with the same
-    # arguments, and all raise Unshared if one gets none.
-    allocate: Callable[[int, int], Memory]
+    # Bytes -> memory. Every rank calls it with the same, more each time, and all raise
+    # Unshared if one gets none.
+    allocate: Callable[[int], Memory]
     # Waits on the host until all ranks' kernels are done and all have called it.
     barrier: Callable[[], None]
     # Whether a device holds one kernel of it at a time, with a grid that must fit as a
@@ -88,7 +88,6 @@ class Provider:
     _memory: Memory | None = None  # holds the halves; None before the first call
     _half: int = 0  # bytes
     _most: float = float("inf")  # bytes of a half that could not be had
-    _number: int = 0  # number of memories that were allocated
     _calls: int = 0  # workspaces given so far
     _halves: list[Workspace] = field(default_factory=list)  # used in turn
     _stream: Any = None  # the last one it was used on
@@ -123,11 +122,10 @@ class Provider:
             raise Unshared(f"there was no room for {self._most} bytes")
         self.barrier()  # others may still read the memory that is given back
         self.check()
-        self._number += 1
         heads = 4 * (HEAD + self.ranks * self.programs)
         pads = -(-heads // _ALIGNED) * _ALIGNED
         try:
-            memory = self.allocate(pads + 2 * half, self._number)
+            memory = self.allocate(pads + 2 * half)
         except Unshared:
             self._most = half
             raise
@@ -257,7 +255,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
             raise RuntimeError("larger memory has no multicast address")
         return addresses, keep, multicast
 
-    def allocate(nbytes: int, number: int) -> Memory:
+    def allocate(nbytes: int) -> Memory:
         own = meeting.agreed(lambda: _torch.distributed.symmetric_empty(nbytes, device))
         own.zero_()
         addresses, keep, multicast = meeting.agreed(lambda: meet(own))
@@ -271,7 +269,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
     )
     try:
         _check_places(machines, devices)
-        first = allocate(_LEAST, 0)
+        first = allocate(_LEAST)
     except Unshared as error:
         level = logging.DEBUG if rank else logging.WARNING
         text = "no memory is shared by GPUs of group %s, so collectives of regions"

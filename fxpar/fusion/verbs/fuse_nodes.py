@@ -18,7 +18,6 @@ along the same axes. Never joins nodes that wait for each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from fxpar.fusion.node_legality import (
     outlined,
 )
 from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.verbs.overlap import between
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder
 
@@ -49,9 +49,11 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
             isinstance(n.target, CallableRegion) for n in (node, *node.all_input_nodes)
         ):
             raise refuse("fuse", node, "is of a region that was made before")
-    between = path_outside(members)
-    if between is not None:
-        raise refuse("fuse", between, "is between nodes of the region, and not in it")
+    outside = between(members, members)
+    if outside:
+        raise refuse(
+            "fuse", outside[-1], "is between nodes of the region, and not in it"
+        )
     reductions = [n for n in members if n.target in _REDUCING]
     if len(reductions) > 1:
         raise refuse("fuse", reductions[1], "is a second reduction in one region")
@@ -72,26 +74,6 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     return [region]
 
 
-def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
-    """Return a node outside on a path from one of ``nodes`` to another; None if they
-    are convex. For nodes that do not read each other: whether one waits for another."""
-    inside = set(nodes)
-    last = max(inside)
-    reached: set[fx.Node] = set()  # outside, and after one of them
-    at: Any = min(inside)
-    while True:
-        read = at.all_input_nodes
-        if at in inside:
-            for node in read:
-                if node in reached:
-                    return node
-        elif any(n in inside or n in reached for n in read):
-            reached.add(at)
-        if at is last:
-            return None
-        at = at.next
-
-
 def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Apply ``bucket``. Return the one collective. It moves rows: a reduce-scatter
     takes one for each rank and gives one, a gather the reverse, an all-reduce one."""
@@ -106,9 +88,9 @@ def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
             raise refuse("bucket", node, f"is not of the kind of {first.name}")
         if not together.isdisjoint(node.all_input_nodes):
             raise refuse("bucket", node, "is computed from another of them")
-    between = path_outside(nodes)
-    if between is not None:
-        raise refuse("bucket", between, "waits for one of them, another for it")
+    outside = between(nodes, nodes)
+    if outside:
+        raise refuse("bucket", outside[-1], "waits for one of them, another for it")
     if target is not collective_nodes.all_reduce:
         args = (0, *args[1:])
     count, pieces, at = edit.mesh.count(collective_nodes.axes_of(first)), [], 0

@@ -420,7 +420,7 @@ def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:
         raise refuse("overlap", node, f"of {shape} has no {chunks} chunks along {dim}")
 
 
-def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.Node]:
+def between(starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes on a path from a start to an end, ends included, starts not."""
     after, at = set(starts), min(starts)
     last = max(ends)

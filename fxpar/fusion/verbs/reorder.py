@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import ScheduleError
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs.gathers import check_mean, take_back
@@ -32,11 +31,6 @@ from fxpar.sharding.read_program import RuleReader
 def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.Node]:
     """Apply ``reorder``. Return the gathers of results that are read whole outside, in
     order of the nodes; for an all-reduce, the one after the nodes."""
-    if not over:
-        raise ScheduleError(
-            "reorder: no collective is named that nodes are to cross",
-            fix="write reorder([nodes], collective)",
-        )
     if over[0].target is collective_nodes.all_reduce:
         return _before_reduction(edit, nodes, *over)
     region = sorted(set(nodes))

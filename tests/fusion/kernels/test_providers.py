@@ -29,7 +29,7 @@ from fxpar.fusion.kernels.symmetric_memory import (
     region_number,
     symmetric,
 )
-from tests.helpers.kernels.shared_memory import shared_files, virtual
+from tests.helpers.kernels.shared_memory import install, shared_files, virtual
 
 CPU = torch.device("cpu")
 
@@ -131,7 +131,7 @@ def test_a_provider_ends_with_its_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         name = _torch.distributed.default_group().group_name
         assert region_op.provider_of(name, CPU) is known
-        region_op.install(name, "cpu", provider)
+        install(name, "cpu", provider)
         assert region_op.provider_of(name, CPU) is provider
         dist.destroy_process_group()
     assert region_op.provider_of(name, CPU) is None

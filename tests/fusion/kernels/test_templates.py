@@ -26,8 +26,6 @@ triton = pytest.importorskip("triton")
 F32 = 1e-6  # relative to the largest number of a result
 
 BROKEN = "reduced_norm 2"
-# Of one rank, a mask of this rank's rows is one of all ranks': it has no template.
-ALONE = [name for name in cases.CASES if not name.startswith("scattered_norm")]
 # One of each kind of collective and of its implementations.
 QUICK = (
     "reduced_norm 2 bf16",
@@ -79,7 +77,7 @@ def test_ranks_give_what_one_process_computes(ranks: int, names: list[str]) -> N
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_all_cases(ranks: int) -> None:
-    check(ALONE if ranks == 1 else cases.CASES, ranks)
+    check(cases.CASES, ranks)
 
 
 @pytest.mark.interpreted

@@ -112,12 +112,12 @@ def reduced_update(rank: int, ranks: int) -> Callable[..., Any]:
 
 
 def scattered_norm(rank: int, ranks: int) -> Callable[..., Any]:
-    """Each rank has rows of the mask."""
+    """Each rank has rows of the mask, which is no result."""
 
     def fn(x: Any, bias: Any, rest: Any, weight: Any, seed: Any) -> Any:
         y = reduce_scatter(F.silu(x), ranks)
-        kept, mask = dropout(y + bias, seed, ranks * ROWS, rank * ROWS)
-        return F.layer_norm(kept + rest, [WIDTH], weight, bias), mask, (y * 2).sum(0)
+        kept, _ = dropout(y + bias, seed, ranks * ROWS, rank * ROWS)
+        return F.layer_norm(kept + rest, [WIDTH], weight, bias), (y * 2).sum(0)
 
     return fn
 
@@ -384,7 +384,7 @@ def _run_rank(
     store = torch.distributed.FileStore(str(folder / "store"), ranks)
     symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
-    region_op.install(GROUP, "cpu", provider)
+    region_op.provider_of = lambda *_: provider  # there is no such group
     break_it(mode, rank, provider)
     rung = mode if mode == "measured" else ""
     results = {}
@@ -398,7 +398,7 @@ def _run_rank(
         raised = lost(next(iter(jobs.values())), rank, provider)
     ways: dict[str, str] = {}
     if rung:
-        ways = {p.title: str(way) for p, way in region_op._WAYS[provider].items()}
+        ways = {p.title: str(way) for (p, _), way in region_op._WAYS[provider].items()}
     provider.barrier()
     assert provider._memory is not None
     pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)

@@ -21,7 +21,7 @@ from fxpar.fusion.kernels.region_program import op_name
 from fxpar.passes.order.delay_work import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
-from tests.helpers.kernels.shared_memory import shared_files
+from tests.helpers.kernels.shared_memory import install, shared_files
 
 c10d = torch.ops._c10d_functional
 GROUP = "0"
@@ -234,7 +234,7 @@ def _of_two(
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     provider = shared_files(store, rank, ranks, name="two")
-    region_op.install(GROUP, "cpu", provider)
+    install(GROUP, "cpu", provider)
     out = {}
     with mock.patch.object(region_op, "launched", wraps=region_op.launched) as launched:
         for name, how in itertools.product(names, ("interpret", "triton")):

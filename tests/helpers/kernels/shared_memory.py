@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fxpar import _torch
+from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Memory, Provider
 
 
@@ -28,8 +30,8 @@ def shared_files(
     def mapped(path: Path, nbytes: int) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
-    def allocate(nbytes: int, number: int) -> Memory:
-        paths = [folder / f"fxpar_{token}_{number}_{r}" for r in range(ranks)]
+    def allocate(nbytes: int) -> Memory:
+        paths = [folder / f"fxpar_{token}_{nbytes}_{r}" for r in range(ranks)]
         try:
             own = meeting.agreed(lambda: mapped(paths[rank], nbytes))
             every = meeting.agreed(
@@ -48,22 +50,27 @@ def shared_files(
     return Provider(rank, ranks, programs, cpu, allocate, meet, meeting=meeting)
 
 
+def install(group: str, device: str, provider: Provider) -> None:
+    """Have the ranks of a group share a provider's memory on a kind of device."""
+    of = _torch.distributed.group_named(group)
+    region_op._PROVIDERS.setdefault(of, {})[device] = provider
+
+
 def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
     """Return a provider for each rank of one process that plays all ranks, with kernels
     on streams of their own. ``programs``: those of all ranks together must run at a
     time. Memory must be reserved for all before one launches: to allocate is to wait
     for kernels, which may wait for others."""
-    pieces: dict[tuple[int, int], list[torch.Tensor]] = {}
+    pieces: dict[int, list[torch.Tensor]] = {}
 
-    def allocate(nbytes: int, number: int, rank: int) -> Memory:
-        key = nbytes, number
-        if key not in pieces:
+    def allocate(nbytes: int, rank: int) -> Memory:
+        if nbytes not in pieces:
             pieces.clear()
-            pieces[key] = [
+            pieces[nbytes] = [
                 torch.zeros(nbytes, dtype=torch.uint8, device=device)
                 for _ in range(ranks)
             ]
-        by_rank = pieces[key]
+        by_rank = pieces[nbytes]
         addresses = tuple(x.data_ptr() for x in by_rank)
         return Memory(addresses, by_rank[rank], by_rank)
 
