@@ -29,7 +29,7 @@ from _common import conditions, write
 NOTHING, ALL = "nothing", "all"
 NAMES = (
     *("layer_regions", "traced_once", "libraries", "quick_graphs"),
-    *("values_known", "old_objects_kept"),
+    *("values_known", "old_objects_kept", "probes_remembered"),
 )
 # Ways of one rank, by the device whose code is generated.
 ALONE = {"alone": "cpu", "cuda": "cuda"}

@@ -458,16 +458,15 @@ STUDIES = (
                 "CPU seconds of a first step with one patch of `fxpar/_fast` left out, "
                 "with none, and with all (`FXPAR_FAST=0`): of `fxpar.shard` on dp=2, "
                 "2 ranks together, with caches `cold` and `warm`. Each once: a few per "
-                "cent are noise. `late_templates` and `probes_remembered` have gone "
-                "since.",
+                "cent are noise. `late_templates` has gone since.",
             ),
             Table(
                 ("patches_cuda.json",),
                 "left out | layers | way | CPU s | of",
                 _patches,
                 "The same for an H100, without a GPU: one rank of dp=2, to the text of "
-                "Triton kernels, while other jobs ran. `libraries` acts on the C++ "
-                "compiler.",
+                "Triton kernels, while other jobs ran. `libraries` and "
+                "`probes_remembered` act on the C++ compiler and between ranks.",
             ),
             Table(
                 ("compile_cpu.json",),

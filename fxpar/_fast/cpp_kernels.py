@@ -12,7 +12,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
+import os
+import platform
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
+
+import torch
 
 from fxpar._fast.python_memory import collect_young
 from fxpar._fast.switch import shortcut
@@ -118,6 +124,109 @@ def _put_when_compiled(
 
     scope.update({name: late(name) for name in kernels})
     return put
+
+
+@shortcut
+@contextlib.contextmanager
+def probes_remembered() -> Iterator[None]:
+    """Skip trials of vector instructions that once worked on this machine, and of all
+    after the best that work: torch starts a process for each kind, at every start, and
+    a compiler for each at the first."""
+    from torch._inductor import cpu_vec_isa
+
+    isa, name = cpu_vec_isa.VecISA, "_probe_load"
+    probe = getattr(isa, name)
+
+    def remembered(self: Any, output_path: str) -> bool:
+        worked = Path(f"{output_path}.{_machine()}.works")
+        if worked.exists() or str(self) == _INSTRUCTIONS.name:
+            return True
+        works = bool(probe(self, output_path))
+        if works:
+            with contextlib.suppress(OSError):
+                worked.touch()
+        return works
+
+    every = cpu_vec_isa.valid_vec_isa_list
+
+    def best() -> list[Any]:
+        # Torch tries further flags in the one object that it has for a kind: another
+        # thread may keep these, and compile with them what is never found again.
+        with _TRYING:
+            return _best_instructions(every)
+
+    with (
+        mock.patch.object(isa, name, remembered),
+        mock.patch.object(isa, "_remembers", True, create=True),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best),
+    ):
+        yield
+
+
+_TRYING = threading.RLock()
+
+
+@dataclass
+class _Instructions:
+    """Holds the vector instructions that kernels of this process are compiled for."""
+
+    name: str = ""  # empty until some were tried, or another rank reported them
+
+
+_INSTRUCTIONS = _Instructions()
+
+
+def instructions() -> str:
+    """Return the vector instructions that were tried first and work; empty if none
+    were."""
+    return _INSTRUCTIONS.name
+
+
+def take_instructions(name: str) -> None:
+    """Compile kernels for the instructions that another rank found to work. A rank that
+    tries them itself, on a machine that is busy, may get another result: it would then
+    compile anew what the other has compiled."""
+    _INSTRUCTIONS.name = name or _INSTRUCTIONS.name
+
+
+def _best_instructions(every: Callable[[], list[Any]]) -> list[Any]:
+    """Return the kind of vector instructions that was taken, if this machine has it,
+    else the first that works here, alone; all of ``every()`` where the user chooses
+    one, or on machines other than x86."""
+    from torch._inductor import config, cpu_vec_isa
+
+    chosen = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
+    if chosen or platform.machine() not in ("x86_64", "AMD64"):
+        return every()
+    flags = set(cpu_vec_isa.x86_isa_checker())
+    kinds = cpu_vec_isa.supported_vec_isa_list
+    here = [isa for isa in kinds if set(str(isa).split()) <= flags]
+    same = [isa for isa in here if str(isa) == _INSTRUCTIONS.name]
+    best = same or list(itertools.islice(filter(None, here), 1))
+    _INSTRUCTIONS.name = str(best[0]) if best else ""
+    return best
+
+
+def probe_in_background() -> None:
+    """Begin to try vector instructions in another thread, so that Inductor, which asks
+    for them late, need not wait. Does nothing where some are known to work, and outside
+    of ``probes_remembered``: the two would try the same."""
+    from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+    if instructions() or not hasattr(VecISA, "_remembers"):
+        return
+    settings = contextvars.copy_context()
+    threading.Thread(target=settings.run, args=(pick_vec_isa,), daemon=True).start()
+
+
+def _machine() -> str:
+    """Return a name for this machine's processor and this torch."""
+    from torch._inductor.cpu_vec_isa import x86_isa_checker
+
+    facts = platform.node(), platform.machine(), sorted(x86_isa_checker())
+    return sha256(
+        repr((*facts, torch.__version__, torch.__file__)).encode()
+    ).hexdigest()[:16]
 
 
 def _can_share_file(source: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._fast.cpp_kernels import BEHIND_ALL
+from fxpar._fast.cpp_kernels import BEHIND_ALL, probe_in_background
 from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
@@ -333,6 +333,9 @@ def compile_fx(
         _backwards_repeatable(),
         shortcuts(BEHIND_ALL),
     ):
+        tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+        if inner is None and all(x.device.type == "cpu" for x in tensors):
+            probe_in_background()
         compiled = inductor(
             gm,
             examples if symbolic else with_symbols(gm, examples),

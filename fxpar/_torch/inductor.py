@@ -14,7 +14,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._fast.cpp_kernels import LOADING, kernels_in_libraries
+from fxpar._fast.cpp_kernels import (
+    LOADING,
+    kernels_in_libraries,
+    probes_remembered,
+)
 from fxpar._fast.known_values import values_known
 from fxpar._torch.decompositions import TABLE
 from fxpar._torch.node_texts import is_users_op
@@ -140,15 +144,10 @@ def _in_order(
 def shortcuts(phase: str) -> contextlib.ExitStack:
     """Return an entered context in which Inductor compiles in less time. ``phase``: as
     of ``kernels_in_libraries``."""
-    from torch._inductor import config
-
     stack = contextlib.ExitStack()
     stack.enter_context(kernels_in_libraries(phase))
+    stack.enter_context(probes_remembered())
     stack.enter_context(values_known())
-    if config.cpp.vec_isa_ok is None:
-        # Flags of the processor decide; torch tries what they say with a compiler, on
-        # each rank, which on a busy machine may take too long to be found to work.
-        stack.enter_context(config.patch({"cpp.vec_isa_ok": True}))
     return stack
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch._inductor import async_compile, codecache
+from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.exc import CppCompileError
 
 from fxpar._fast import cpp_kernels
-from fxpar._fast.cpp_kernels import kernels_in_libraries
+from fxpar._fast.cpp_kernels import kernels_in_libraries, probes_remembered
 from tests.helpers.patched import needs_patches
 
 pytestmark = needs_patches
@@ -122,6 +125,65 @@ def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
         loaded(source("unheard_of(in_ptr0[x0])"))
 
 
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instructions")
+def test_no_instructions_are_tried_behind_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, works = [], {"first": False, "second": True, "third": True}
+
+    class Kind(str):
+        def __bool__(self) -> bool:
+            tried.append(str(self))
+            return works[self]
+
+    kinds = [Kind(name) for name in ("unknown", *works)]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", kinds)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: list(works))
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: ["every"])
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
+    with probes_remembered(), probes_remembered():
+        for _ in range(2):
+            assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
+            assert tried == ["first", "second"]
+        assert cpp_kernels.instructions() == "second"
+        cpp_kernels.take_instructions("third")  # as another rank found, which was busy
+        assert cpu_vec_isa.valid_vec_isa_list() == ["third"]
+        assert tried == ["first", "second"]
+        cpp_kernels.take_instructions("unknown")  # to this machine
+        assert cpu_vec_isa.valid_vec_isa_list() == ["second"]
+        with torch._inductor.config.patch({"cpp.simdlen": 256}):  # the user chooses
+            assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
+    assert cpu_vec_isa.valid_vec_isa_list() == ["every"]
+
+
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instructions")
+def test_one_thread_at_a_time_tries_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Kind(str):
+        tried = 0
+        flags = ""
+
+        def __bool__(self) -> bool:
+            Kind.tried += 1
+            before, Kind.flags = Kind.flags, Kind.flags + " -mmore"  # as torch does
+            time.sleep(0.1)
+            Kind.flags = before
+            return True
+
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Kind("best")])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["best"])
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
+    with probes_remembered(), ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(cpu_vec_isa.valid_vec_isa_list)]
+        time.sleep(0.05)
+        asked.append(threads.submit(cpu_vec_isa.valid_vec_isa_list))
+        assert [each.result() for each in asked] == [["best"], ["best"]]
+    assert (Kind.tried, Kind.flags) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("text", "goes"),
     [
@@ -133,3 +195,28 @@ def test_a_kernel_that_does_not_compile_is_an_error_at_the_end() -> None:
 )
 def test_which_kernels_go_with_others(text: str, goes: bool) -> None:
     assert cpp_kernels._can_share_file(text) == goes
+
+
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
+def test_instructions_are_tried_once(tmp_path, monkeypatch) -> None:
+    tried, outcomes = [], {"works": True, "fails": False}
+
+    def probe(self: VecISA, path: str) -> bool:
+        tried.append(path)
+        return outcomes[path.rsplit("/")[-1]]
+
+    monkeypatch.setattr(VecISA, "_probe_load", probe)
+    monkeypatch.setattr(cpp_kernels, "_INSTRUCTIONS", cpp_kernels._Instructions())
+    isa = VecAVX2()
+    for _ in range(2):  # two starts
+        with probes_remembered(), probes_remembered():
+            assert isa._probe_load(f"{tmp_path}/works")
+            assert not isa._probe_load(f"{tmp_path}/fails")
+    assert tried == [f"{tmp_path}/{name}" for name in ("works", "fails", "fails")]
+    monkeypatch.setattr(platform, "node", lambda: "another machine")
+    with probes_remembered():
+        assert isa._probe_load(f"{tmp_path}/works")
+        cpp_kernels.take_instructions(str(isa))  # as another rank found
+        assert isa._probe_load(f"{tmp_path}/fails")
+    assert len(tried) == 4
+    assert VecISA._probe_load is probe

@@ -35,6 +35,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._fast import cpp_kernels
 from fxpar._fast.python_memory import collect_young
 from fxpar.config import Options
 from fxpar.errors import HintError, PlanError, RuleError, ScheduleError
@@ -206,6 +207,7 @@ class Leader:
         message: dict[str, Any] = {"shared": self.shared and not refused}
         message["launches"] = [] if refused else list(self.launches)
         message["refused"] = refused
+        message["instructions"] = cpp_kernels.instructions()
         meeting.gather(f"{self.name} compiled on rank 0", json.dumps(message))
 
     @contextlib.contextmanager
@@ -257,6 +259,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """
     text, *_ = meeting.gather(f"{graph} compiled on rank 0", "")
     message = json.loads(text)
+    cpp_kernels.take_instructions(message["instructions"])
     return replace(
         program,
         shared=bool(message["shared"]),
@@ -382,7 +385,7 @@ def _compile_for_others(
         fix = "see the error of that rank: this one only stopped because of it"
         world.store.set(f"{key}/done", failure(fact, fix))
         raise
-    world.store.set(f"{key}/done", "compiled")
+    world.store.set(f"{key}/done", json.dumps(cpp_kernels.instructions()))
     return compiled
 
 
@@ -405,3 +408,4 @@ def _take_over(world: World, key: str, what: str, leader: int) -> None:
         text = world.store.get(done_key).decode()
     if text.startswith(FAILED):
         raise error_of(text)
+    cpp_kernels.take_instructions(json.loads(text))
