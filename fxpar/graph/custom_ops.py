@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.traceback import get_current_meta
-from torch.library import register_autograd
 
 from fxpar import _torch
 from fxpar._torch.objects import define_op
@@ -48,44 +46,24 @@ def group_axes(name: str) -> tuple[str, ...]:
     return tuple(name.removeprefix(GROUP_PREFIX).split("+"))
 
 
-def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
+@torch.library.custom_op("fxpar::reshard", mutates_args=())
+def reshard(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
+    """Return the global value; localizing makes this collectives and slices."""
+    return x.clone()
 
 
-def _dense(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@torch.library.custom_op("fxpar::permute", mutates_args=())
+def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
+    """Give member i of the group the ``x`` of member ``sources[i]``.
 
+    Exists only until binding, which makes it one ``all_to_all_single``.
+    """
+    raise RuntimeError("fxpar::permute runs bound to a process group, or simulated")
 
-# Ops that copy ``x``.
-for _schema in (
-    # The global value; localizing makes this collectives and slices.
-    "reshard(Tensor x, str source, str target, str mesh)",
-    # Carries a hint: entries per dim joined by commas as in ``sharding.hints``.
-    "constrain(Tensor x, str spec)",
-    # Its gradient goes to ``other``, of the same shape.
-    "with_gradient_of(Tensor x, Tensor other)",
-    # The gradient of a parameter whose spec at rest is ``spec``, as the mean over the
-    # ranks of manual axes (``sharding.manual_axes``).
-    "mean_over_ranks(Tensor x, str spec)",
-    # Of a value that is overwritten later; no pass removes the copy.
-    "kept(Tensor x)",
-):
-    define_op(f"fxpar::{_schema} -> Tensor", _like, lambda x, *_: x.clone())
-
-register_autograd(
-    "fxpar::constrain",
-    lambda ctx, grad: (torch.ops.fxpar.constrain(grad, ctx.spec), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "spec", inputs[1]),
-)
-register_autograd("fxpar::with_gradient_of", lambda ctx, gradient: (None, gradient))
-
-# Gives member i of the group the ``x`` of member ``sources[i]``. Exists only until
-# binding, which makes it one ``all_to_all_single``.
-define_op("fxpar::permute(Tensor x, SymInt[] sources, str group) -> Tensor", _dense)
 
 # Moves rows between ranks: ``x`` has the local operands, joined along a dim, the result
 # this rank's ``rows`` of all results, joined. ``exchange``: text of
-# ``row_moves.Exchange``. Exists only until binding, too.
+# ``row_moves.Exchange``. Exists only until binding, as ``fxpar::permute``.
 define_op(
     "fxpar::move_rows(Tensor x, int dim, SymInt rows, str exchange, str mesh, "
     "str group) -> Tensor",
@@ -106,7 +84,15 @@ def letters(equation: str) -> str:
     return "".join(out)
 
 
-def _contracted(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
+@torch.library.custom_op("fxpar::dot", mutates_args=())
+def dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
+    """Contract by named factors, ``"b s h, h o -> b s o"``. Planning sees every dim
+    by itself; localizing makes it views around one mm or bmm."""
+    return torch.einsum(letters(equation), lhs, rhs).contiguous()
+
+
+@dot.register_fake
+def _(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
     left, right = equation.split("->")
     size: dict[str, int] = {}
     for operand, tensor in zip(left.split(","), (lhs, rhs), strict=True):
@@ -114,15 +100,36 @@ def _contracted(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Te
     return lhs.new_empty([size[f] for f in right.split()])
 
 
-# Contracts by named factors, ``"b s h, h o -> b s o"``. Planning sees every dim by
-# itself; localizing makes it views around one mm or bmm.
-define_op(
-    "fxpar::dot(Tensor lhs, Tensor rhs, str equation) -> Tensor",
-    _contracted,
-    lambda lhs, rhs, words: torch.einsum(letters(words), lhs, rhs).contiguous(),
+@torch.library.custom_op("fxpar::constrain", mutates_args=())
+def constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
+    """Return a copy of ``x`` that carries a hint: entries per dim joined by commas as
+    in ``sharding.hints``."""
+    return x.clone()
+
+
+constrain.register_autograd(
+    lambda ctx, grad: (torch.ops.fxpar.constrain(grad, ctx.spec), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "spec", inputs[1]),
 )
 
 
+@torch.library.custom_op("fxpar::with_gradient_of", mutates_args=())
+def with_gradient_of(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``x`` whose gradient goes to ``other``, of the same shape."""
+    return x.clone()
+
+
+with_gradient_of.register_autograd(lambda ctx, gradient: (None, gradient))
+
+
+@torch.library.custom_op("fxpar::mean_over_ranks", mutates_args=())
+def mean_over_ranks(x: torch.Tensor, spec: str) -> torch.Tensor:
+    """Return the gradient of a parameter whose spec at rest is ``spec``, as the mean
+    over the ranks of manual axes (``sharding.manual_axes``); a copy on one device."""
+    return x.clone()
+
+
+@torch.library.custom_op("fxpar::shift", mutates_args=())
 def shift(
     x: torch.Tensor, dim: int, by: int, fill: float | None = None
 ) -> torch.Tensor:
@@ -135,41 +142,38 @@ def shift(
     return shifted
 
 
-define_op(
-    "fxpar::shift(Tensor x, SymInt dim, SymInt by, float? fill=None) -> Tensor",
-    _dense,
-    shift,
-)
-# Scans (``cumsum`` or the like) from the last row of a dim to the first.
-define_op(
-    "fxpar::scan_back(Tensor x, SymInt dim, str scan) -> Tensor",
-    _dense,
-    lambda x, dim, scan: getattr(torch, scan)(x.flip(dim), dim).flip(dim).contiguous(),
-)
-# The gradient of a running choice (``cummax``): each row of ``grad`` is added at the
-# row chosen for it, which is the row itself or the one chosen for the row before.
-define_op(
-    "fxpar::choice_back(Tensor grad, Tensor places, SymInt dim) -> Tensor",
-    _dense,
-    lambda grad, places, dim: (
-        torch.zeros_like(grad).scatter_add(dim, places, grad).contiguous()
-    ),
-)
+@torch.library.custom_op("fxpar::scan_back", mutates_args=())
+def scan_back(x: torch.Tensor, dim: int, scan: str) -> torch.Tensor:
+    """Scan (``cumsum`` or the like) from the last row of a dim to the first."""
+    rows = getattr(torch, scan)(x.flip(dim), dim).flip(dim)
+    return rows.contiguous()
 
 
-def _sum_turns(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
-    return x.unflatten(dim, (turns, -1)).sum(dim).contiguous()
+@torch.library.custom_op("fxpar::choice_back", mutates_args=())
+def choice_back(grad: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the gradient of a running choice (``cummax``): each row of ``grad`` is
+    added at the row chosen for it, which is the row itself or the one chosen for the
+    row before."""
+    return torch.zeros_like(grad).scatter_add(dim, places, grad).contiguous()
 
 
-# The sum of ``turns`` consecutive parts of a dim.
-define_op(
-    "fxpar::sum_turns(Tensor x, SymInt dim, SymInt turns) -> Tensor",
-    _sum_turns,
-    _sum_turns,
-)
+@torch.library.custom_op("fxpar::sum_turns", mutates_args=())
+def sum_turns(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
+    """Return the sum of ``turns`` consecutive parts of a dim."""
+    return x.unflatten(dim, (turns, -1)).sum(dim)
 
 
-def _interleave(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+@sum_turns.register_fake
+def _(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] //= turns
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("fxpar::interleave", mutates_args=())
+def interleave(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return the first row of each part, then the second of each, and so on; the first
+    parts may have one row more than the others."""
     rows = sum(x.shape[dim] for x in parts)
     out = parts[0].new_empty([*parts[0].shape[:dim], rows, *parts[0].shape[dim + 1 :]])
     for i, x in enumerate(parts):
@@ -178,13 +182,13 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return out
 
 
-# The first row of each part, then the second of each, and so on; the first parts may
-# have one row more than the others.
-define_op(
-    "fxpar::interleave(Tensor[] parts, SymInt dim) -> Tensor",
-    lambda parts, dim: torch.cat(parts, dim).contiguous(),
-    _interleave,
-)
+@interleave.register_fake
+def _(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in parts)
+    return parts[0].new_empty(shape)
+
+
 # ``torch.cat``, which Inductor leaves to torch after ``register_lowerings``.
 define_op("fxpar::join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
 
@@ -201,6 +205,20 @@ define_op(
     lambda x, sizes: [x.new_empty(len(x), size) for size in sizes],
     _split_copied,
 )
+
+
+@torch.library.custom_op("fxpar::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a value that is overwritten later; no pass removes the copy."""
+    return x.clone()
+
+
+for _op in (reshard, constrain, with_gradient_of, mean_over_ranks, kept):
+    _op.register_fake(lambda x, *_: torch.empty_like(x))
+for _op in (permute, shift, scan_back, choice_back):
+    _op.register_fake(
+        lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
 
 
 # The two crossings between one rank's shard and the global value, for parameters at
@@ -255,7 +273,7 @@ def _to_global_context(ctx, inputs, output) -> None:
     ctx.spec = str(unreduced(Spec.parse(spec), axes))
 
 
-register_autograd(
+torch.library.register_autograd(
     "fxpar::to_global", _to_global_backward, setup_context=_to_global_context
 )
 

@@ -22,11 +22,8 @@ that comes is row ``rows[j]`` of the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-
-from fxpar._torch.objects import define_op
 
 c10d = torch.ops._c10d_functional
 
@@ -36,7 +33,8 @@ NONE = -1
 Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 
 
-def _exact_places(
+@torch.library.custom_op("fxpar::exact_places", mutates_args=())
+def exact_places(
     slot_rows: torch.Tensor, ids: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run ``fxpar::exact_places`` (see above). ``ids``: of all slots that a rank
@@ -56,7 +54,8 @@ def _exact_places(
     )
 
 
-def _places(slot_rows: torch.Tensor, ids: torch.Tensor, count: int) -> Any:
+@exact_places.register_fake
+def _(slot_rows, ids, count):
     groups, parts, room = slot_rows.shape
     return (
         slot_rows.new_empty(count),
@@ -64,14 +63,6 @@ def _places(slot_rows: torch.Tensor, ids: torch.Tensor, count: int) -> Any:
         ids.new_empty(ids.numel() // (parts * room)),
         ids.new_empty(ids.numel()),
     )
-
-
-define_op(
-    "fxpar::exact_places(Tensor slot_rows, Tensor ids, SymInt count) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _places,
-    _exact_places,
-)
 
 
 def sent_rows(
@@ -121,18 +112,42 @@ def _over(group: str) -> Exchange:
     return exchange
 
 
-define_op(
-    "fxpar::send_rows(Tensor x, Tensor rows, Tensor places, Tensor sent, Tensor got, "
-    "SymInt copies, str group) -> Tensor",
-    lambda x, _, places, *__: x.new_empty(places.shape[0], *x.shape[1:]),
-    lambda *operands: sent_rows(_over(operands[-1]), *operands[:-1]),
-)
-define_op(
-    "fxpar::return_rows(Tensor y, Tensor rows, Tensor places, Tensor sent, Tensor got, "
-    "str group) -> Tensor",
-    lambda y, rows, *_: y.new_empty(rows.shape[0], *y.shape[1:]),
-    lambda *operands: returned_rows(_over(operands[-1]), *operands[:-1]),
-)
+@torch.library.custom_op("fxpar::send_rows", mutates_args=())
+def send_rows(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    sent: torch.Tensor,
+    got: torch.Tensor,
+    copies: int,
+    group: str,
+) -> torch.Tensor:
+    """Send rows by exact numbers (see above)."""
+    return sent_rows(_over(group), x, rows, places, sent, got, copies)
+
+
+@send_rows.register_fake
+def _(x, rows, places, sent, got, copies, group):
+    return x.new_empty(places.shape[0], *x.shape[1:])
+
+
+@torch.library.custom_op("fxpar::return_rows", mutates_args=())
+def return_rows(
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    sent: torch.Tensor,
+    got: torch.Tensor,
+    group: str,
+) -> torch.Tensor:
+    """Return rows by exact numbers (see above)."""
+    return returned_rows(_over(group), y, rows, places, sent, got)
+
+
+@return_rows.register_fake
+def _(y, rows, places, sent, got, group):
+    return y.new_empty(rows.shape[0], *y.shape[1:])
+
 
 SEND, RETURN = torch.ops.fxpar.send_rows.default, torch.ops.fxpar.return_rows.default
 

@@ -47,7 +47,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _torch
-from fxpar._torch.objects import define_op
 from fxpar.errors import ShardError
 from fxpar.features.at_rest.crossings import layout_of, part_of, with_part
 from fxpar.runtime.ranks.groups import HOME, has_device_mesh
@@ -292,15 +291,19 @@ def _chunks(shape: Sequence[int], size: float) -> Iterator[tuple[int, int]]:
 _ITERATE = _torch.dtensor.newton_schulz()  # as torch has it
 
 
-# Muon's iteration on a whole matrix, as an op that no pass looks into.
-define_op(
-    "fxpar::orthogonal(Tensor x, float[] coefficients, SymInt steps, float eps) "
-    "-> Tensor",
-    lambda x, *_: x.new_empty(x.shape, dtype=torch.bfloat16),
-    lambda x, coefficients, steps, eps: _ITERATE(
-        x, tuple(coefficients), steps, eps
-    ).contiguous(),
-)
+@torch.library.custom_op("fxpar::orthogonal", mutates_args=())
+def orthogonal(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    """Run Muon's iteration on a whole matrix, as an op that no pass looks into."""
+    return _ITERATE(x, tuple(coefficients), steps, eps).contiguous()
+
+
+@orthogonal.register_fake
+def _(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
 @functools.cache

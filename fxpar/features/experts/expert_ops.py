@@ -46,7 +46,6 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
-from fxpar._torch.objects import define_op
 from fxpar.errors import RoomError
 from fxpar.graph.exact_ops import NONE
 from fxpar.sharding.ops import LOCAL
@@ -64,6 +63,7 @@ def _owned(
         yield expert, (chosen == expert).nonzero().flatten() + group * count
 
 
+@torch.library.custom_op("fxpar::expert_mm", mutates_args=())
 def expert_mm(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, room: float
 ) -> torch.Tensor:
@@ -75,6 +75,7 @@ def expert_mm(
     return out
 
 
+@torch.library.custom_op("fxpar::expert_outer", mutates_args=())
 def expert_outer(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -89,6 +90,35 @@ def expert_outer(
     for expert, rows in _owned(ids, len(x), experts, groups):
         out[expert] = torch.tensordot(x[rows], y[rows], [[0], [0]])
     return out
+
+
+@torch.library.custom_op("fxpar::own_expert_mm", mutates_args=())
+def own_expert_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    spread: float,
+    room: float,
+    axes: str,
+) -> torch.Tensor:
+    """Return ``x[i] @ weight[ids[i]]``: [rows, k], [own experts, k, n], [rows] ->
+    [rows, n]. Zero where a row belongs to none of the rank's own experts."""
+    return expert_mm(x, weight, ids, 1, 0.0)
+
+
+@torch.library.custom_op("fxpar::own_expert_outer", mutates_args=())
+def own_expert_outer(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    spread: float,
+    room: float,
+    axes: str,
+) -> torch.Tensor:
+    """Return ``x[rows].T @ y[rows]`` for the rows of each own expert: [rows, k],
+    [rows, n], [rows] -> [experts, k, n]."""
+    return expert_outer(x, y, ids, experts, 1, 0.0)
 
 
 def _has_torch_kernel(*operands: torch.Tensor) -> bool:
@@ -110,6 +140,7 @@ def _ends(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = max(start, end)
 
 
+@torch.library.custom_op("fxpar::grouped_mm", mutates_args=())
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, rows: int
 ) -> torch.Tensor:
@@ -127,6 +158,7 @@ def grouped_mm(
     return out
 
 
+@torch.library.custom_op("fxpar::grouped_outer", mutates_args=())
 def grouped_outer(
     x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, rows: int
 ) -> torch.Tensor:
@@ -184,27 +216,18 @@ _ROWS: dict[str, Callable[..., float]] = {
 }
 
 
-def _register(kind: str, mm: Any, outer: Any, ids: str, options: str) -> None:
-    """Register products and their weight gradients, with shapes and flops. ``ids``: the
-    argument that says for rows which weight is theirs; ``options``: those after it."""
+def _register(mm: Any, outer: Any, kind: str) -> None:
+    """Register shapes and flops of products and of their weight gradients."""
     rows_of, packets = _ROWS[kind], torch.ops.fxpar
-    experts = "" if kind == "grouped" else "SymInt experts, "
 
-    def outer_shape(x: Any, y: Any, ids: Any, experts: Any, *_: Any) -> Any:
+    @mm.register_fake
+    def _(x, weight, *_):
+        return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
+
+    @outer.register_fake
+    def _(x, y, ids, experts, *_):
         count = ids.shape[0] if kind == "grouped" else experts
         return x.new_empty(count, *x.shape[1:], *y.shape[1:])
-
-    define_op(
-        f"fxpar::{kind}_mm(Tensor x, Tensor weight, Tensor {ids}, {options}) -> Tensor",
-        lambda x, weight, *_: x.new_empty(x.shape[0], *weight.shape[x.dim() :]),
-        mm,
-    )
-    define_op(
-        f"fxpar::{kind}_outer(Tensor x, Tensor y, Tensor {ids}, {experts}{options}) "
-        "-> Tensor",
-        outer_shape,
-        outer,
-    )
 
     @register_flop_formula(getattr(packets, f"{kind}_mm"))
     def _(x, weight, *options, **_) -> float:
@@ -215,15 +238,9 @@ def _register(kind: str, mm: Any, outer: Any, ids: str, options: str) -> None:
         return 2.0 * rows_of(x, *options) * math.prod([*x[1:], *y[1:]])
 
 
-_register("expert", expert_mm, expert_outer, "ids", "SymInt groups, float room")
-_register(
-    "own_expert",
-    lambda x, weight, ids, *_: expert_mm(x, weight, ids, 1, 0.0),
-    lambda x, y, ids, experts, *_: expert_outer(x, y, ids, experts, 1, 0.0),
-    "ids",
-    "float spread, float room, str axes",
-)
-_register("grouped", grouped_mm, grouped_outer, "offs", "SymInt rows")
+_register(expert_mm, expert_outer, "expert")
+_register(own_expert_mm, own_expert_outer, "own_expert")
+_register(grouped_mm, grouped_outer, "grouped")
 
 
 @torch.library.custom_op("fxpar::dispatch_slots", mutates_args=())
@@ -299,29 +316,31 @@ def _(y, slots):
     return y.new_empty(slots.shape[0], *y.shape[3:])
 
 
-# Gives, on a rank, the slots for its group from all ranks along the axes, in their
-# order: [groups, sources, room, ...] -> [groups * sources * room, ...].
-define_op(
-    "fxpar::exchange_slots(Tensor slots, str axes) -> Tensor",
-    lambda slots, _: slots.new_empty(math.prod(slots.shape[:3]), *slots.shape[3:]),
-    lambda slots, _: slots.flatten(0, 2).clone(),
-)
+@torch.library.custom_op("fxpar::exchange_slots", mutates_args=())
+def exchange_slots(slots: torch.Tensor, axes: str) -> torch.Tensor:
+    """Return, on a rank, the slots for its group from all ranks along the axes, in
+    their order: [groups, sources, room, ...] -> [groups * sources * room, ...]."""
+    return slots.flatten(0, 2).clone()
 
 
-def _slots_again(
-    rows: torch.Tensor, groups: int, sources: int, *_: str
+@exchange_slots.register_fake
+def _(slots, axes):
+    return slots.new_empty(math.prod(slots.shape[:3]), *slots.shape[3:])
+
+
+@torch.library.custom_op("fxpar::return_slots", mutates_args=())
+def return_slots(
+    rows: torch.Tensor, groups: int, sources: int, axes: str
 ) -> torch.Tensor:
+    """Undo ``fxpar::exchange_slots``: [groups * sources * room, ...] ->
+    [groups, sources, room, ...]."""
     return rows.unflatten(0, (groups, sources, -1)).clone()
 
 
-# Undoes ``fxpar::exchange_slots``: [groups * sources * room, ...] -> [groups, sources,
-# room, ...].
-define_op(
-    "fxpar::return_slots(Tensor rows, SymInt groups, SymInt sources, str axes) "
-    "-> Tensor",
-    _slots_again,
-    _slots_again,
-)
+@return_slots.register_fake
+def _(rows, groups, sources, axes):
+    room = rows.shape[0] // (groups * sources)
+    return rows.new_empty(groups, sources, room, *rows.shape[1:])
 
 
 def _dispatch_slots(

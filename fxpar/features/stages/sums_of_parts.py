@@ -17,25 +17,33 @@ from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
 from fxpar import _torch
-from fxpar._torch.objects import define_op
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
+
+
+@torch.library.custom_op("fxpar::accumulate", mutates_args=())
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``total + x``, in the dtype of the total. It stays an op of its own in
+    compiled code: fused into what reads the last total, sums would keep every summand
+    until then."""
+    return total + x
+
+
+@torch.library.custom_op("fxpar::accumulate_product", mutates_args=())
+def accumulate_product(
+    total: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Return ``total + x @ y`` of matrices of one dtype."""
+    return torch.addmm(total, x, y)
 
 
 def _like_total(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(total)
 
 
-# ``total + x``, in the dtype of the total. It stays an op of its own in compiled code:
-# fused into what reads the last total, sums would keep every summand until then.
-define_op("fxpar::accumulate(Tensor total, Tensor x) -> Tensor", _like_total, torch.add)
-# ``total + x @ y`` of matrices of one dtype.
-define_op(
-    "fxpar::accumulate_product(Tensor total, Tensor x, Tensor y) -> Tensor",
-    _like_total,
-    torch.addmm,
-)
+accumulate.register_fake(_like_total)
+accumulate_product.register_fake(_like_total)
 
 
 @register_flop_formula(ours.accumulate_product)
