@@ -112,7 +112,7 @@ def keeps_rows(node: fx.Node, operand: fx.Node) -> bool:
     """Return whether a call computes the rows of its result, along dim 0, one by one
     from those of an operand."""
     call = row_call(node, 0, operand)
-    return call is not None and call.result_dims[0] == 0
+    return call is not None and operand in call.row_dims and call.result_dims == (0,)
 
 
 def by_row_rule(node: fx.Node) -> Rule | None:

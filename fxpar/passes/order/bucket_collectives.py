@@ -4,11 +4,12 @@ buckets, and joins them.
 In: the graph of one of the two. Out: ``Joinable``, data that gives for any bucket sizes
 the names of the collectives of each bucket; ``join_buckets`` makes one collective of
 each, in place: their operands are copied into one tensor, which it moves, and its
-result is split again. A gather may be joined if its operand is computed from graph
-inputs by cheap ops only; a reduction if only cheap ops are between its result and the
-graph's output. Operands never wait for a collective of their own bucket, nor for a
-bucket that does. In the graph of a training step the update comes after the reductions,
-as the output does elsewhere. Never: a value changes.
+result is split again; of gradients whose mean is taken it is divided first. A gather
+may be joined if its operand is computed from graph inputs by cheap ops only; a
+reduction if only cheap ops are between its result and the graph's output. Operands
+never wait for a collective of their own bucket, nor for a bucket that does. In the
+graph of a training step the update comes after the reductions, as the output does
+elsewhere. Never: a value changes.
 """
 
 from __future__ import annotations
