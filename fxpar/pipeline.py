@@ -114,11 +114,6 @@ JOINT = with_features(
         _always("drop_dead", plan_steps.drop_dead, "normalized"),
         _always("look_up_plan", plan_steps.look_up_plan),
         Pass(
-            "join_pool_gradients",
-            plan_steps.join_pool_gradients,
-            ops="aten.scatter_add",
-        ),
-        Pass(
             "expand_moments",
             plan_steps.expand_moments,
             ops="aten.var aten.var_mean",
@@ -199,7 +194,7 @@ _FIRST_PLANNING = [step.name for step in JOINT].index("look_up_plan")
 COUNTED = {
     **dict.fromkeys((x.name for x in JOINT[:_FIRST_PLANNING]), stage_times.NORMALIZE),
     **dict.fromkeys(
-        (*(x.name for x in JOINT[_FIRST_PLANNING:][:4]), "describe", "keep_plan"),
+        (*(x.name for x in JOINT[_FIRST_PLANNING:][:3]), "describe", "keep_plan"),
         stage_times.PLAN,
     ),
     "schedule": stage_times.SCHEDULE,

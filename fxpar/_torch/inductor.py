@@ -84,8 +84,10 @@ def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decomposition table Inductor traces with, ours in place of some of its
-    rows."""
-    return {**_own_decompositions(), **TABLE}
+    rows. The backward of a pool stays an op: its local form is its decomposition."""
+    table = {**_own_decompositions(), **TABLE}
+    table.pop(aten.max_pool2d_with_indices_backward.default, None)
+    return table
 
 
 def _own_decompositions() -> dict[Any, Callable[..., Any]]:

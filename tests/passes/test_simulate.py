@@ -1122,13 +1122,13 @@ def test_kernels_of_light_ops_count_what_they_do():
 
 def test_pools_do_something_with_each_element_of_each_window():
     """Forward and backward, of which one gives and the other reads what is smaller."""
-    windows = [3, 2], [2, 2], [1, 1], [1, 1], False
+    windows = [3, 2, 1], [2, 2, 1], [1, 1, 0], [1, 1, 1], False
     s = Sketch()
-    x, smaller = s.input(4, 8, 16, 16), 4 * 8 * 8 * 9
-    pooled = s(aten.max_pool2d_with_indices, x, *windows)
+    x, smaller = s.input(4, 8, 16, 16, 2), 4 * 8 * 8 * 9 * 2
+    pooled = s(aten.max_pool3d_with_indices, x, *windows)
     most, places = (s(operator.getitem, pooled, i) for i in range(2))
     assert math.prod(most.meta["val"].shape) == smaller
-    back = s(aten.max_pool2d_with_indices_backward, most, x, *windows, places)
+    back = s(aten.max_pool3d_with_indices_backward, most, x, *windows, places)
     s.graph.output((most, back))
     counts = [x.light["pool"] for x in launches_of(s.graph).launches]
     assert sum(counts) == 2 * 6 * smaller

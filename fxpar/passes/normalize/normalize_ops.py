@@ -2,8 +2,7 @@
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A pass is one concern; ``fxpar.pipeline`` has their
-order. Never: ``expand_moments`` and ``join_pool_gradients`` change other nodes than
-those that planning asks for.
+order. Never: ``expand_moments`` changes other nodes than those that planning asks for.
 """
 
 from __future__ import annotations
@@ -193,70 +192,6 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
         return variance, mean
     reduced_shape = [n for d, n in enumerate(shape) if d not in dims]
     return tuple(call(aten.view.default, t, reduced_shape) for t in (variance, mean))
-
-
-def pool_gradients_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the additions at the places of maxima that the backward of a pool has."""
-    scatters = graph.find_nodes(op="call_function", target=aten.scatter_add.default)
-    return [node for node in scatters if _pool_of(node) is not None]
-
-
-def split_pool_gradients(decision: Decision) -> list[fx.Node]:
-    """Return the gradients of pools whose rows or columns a plan splits."""
-    program, gradients = decision.program, []
-    op_of = {op.node: op for op in program.ops}
-    for node in pool_gradients_of(program.ops[0].node.graph):
-        pool = op_of[_index_and_pool(node)[1]]
-        (image, *_), k = pool.operands, len(pool.node.args[1])
-        if any(decision.settled[image].dims[-k:]):
-            gradients.append(node)
-    return gradients
-
-
-def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
-    """Make the backward of a pool one op again, whose windows are known: a rank then
-    sends only rows that windows of other ranks reach, not the whole image."""
-    for node in nodes:
-        index, pool = _index_and_pool(node)
-        (result,) = node.users
-        grad = node.args[3].args[0]
-        with rewriter.before(result):
-            gradient = rewriter.call(
-                aten.max_pool2d_with_indices_backward.default,
-                *(grad, *pool.args[:6], index),
-            )
-            gradient = rewriter.with_strides_of(result, gradient)
-        rewriter.replace(result, gradient)
-
-
-def _index_and_pool(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    pool = _pool_of(node)
-    assert pool is not None
-    return pool
-
-
-def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (indices, pool) of a node that adds up the gradient of a pool, channel by
-    channel; None for any other node."""
-    zeros, dim, index, grad = node.args
-    users = list(node.users)
-    views = (aten.view.default, aten.reshape.default)
-    if dim != 1 or [u.target in views for u in (*users, index, grad)] != [True] * 3:
-        return None
-    if not is_zeros(zeros):
-        return None
-    (index, *_), (grad, *_), (result,) = index.args, grad.args, users
-    if str(index.target) != "prims._low_memory_max_pool_offsets_to_indices.default":
-        return None
-    chosen = index.args[0]
-    pool = chosen.args[0] if chosen.target is operator.getitem else chosen
-    if str(pool.target) != "prims._low_memory_max_pool_with_offsets.default":
-        return None
-    image = shape_of(pool.args[0])
-    is_equal = shape_of(result) == image and shape_of(grad) == shape_of(index)
-    planes = (math.prod(image[:-2]), image[-2] * image[-1])
-    fits = len(pool.args) > 5 and len(pool.args[1]) == 2 and len(image) == 4
-    return (index, pool) if fits and is_equal and shape_of(node) == planes else None
 
 
 def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:

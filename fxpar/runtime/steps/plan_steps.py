@@ -1,16 +1,15 @@
 """Normalize a traced graph, plan it, and write the plan as data: steps of the pipeline.
 
 In: a ``JointState`` with the graph as it was traced. Out: the same state, its graph
-normalized, with moments and pools in the form that is planned, its decision and at the
-end its ``Plan``. Never:
-a difference between ranks, except that ``look_up_plan`` and ``keep_plan`` read and
-write the disk. The order of the steps is ``fxpar.pipeline``'s.
+normalized, with moments in the form that is planned, its decision and at the end its
+``Plan``. Never: a difference between ranks, except that ``look_up_plan`` and
+``keep_plan`` read and write the disk. The order of the steps is ``fxpar.pipeline``'s.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,6 @@ from fxpar.errors import (
     warn,
 )
 from fxpar.fusion.overlap_candidates import shapes_of
-from fxpar.graph.builder import Builder
 from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.normalize import normalize_ops as normalize
 from fxpar.passes.normalize.split_merged_batch import split_merged_batch
@@ -126,12 +124,9 @@ def _follow(state: JointState, whole: Plan) -> Plan:
         _on(state, plan.mesh)
     # Moments that the plan does not contain were expanded before it was made.
     planned_names = {node.name for node in plan.nodes}
-    pools = normalize.pool_gradients_of(state.graph)
-    pools = [node for node in pools if node.name not in planned_names]
-    _rewrite(state, pools, normalize.join_pool_gradients)
     moments = normalize.moments_of(state.program)
     moments = [node for node in moments if node.name not in planned_names]
-    _rewrite(state, moments, normalize.expand_moments)
+    _expand(state, moments)
     state.decision = plan_facts.recall(_program(state), state.request.mesh, plan)
     return plan
 
@@ -195,30 +190,14 @@ def expand_moments(graph: fx.Graph, state: JointState) -> None:
     if not _is_searched(request):
         state.decision = decide_on(program, request)
         moments = normalize.split_moments(state.decision)
-    _rewrite(state, moments, normalize.expand_moments)
+    _expand(state, moments)
 
 
-def join_pool_gradients(graph: fx.Graph, state: JointState) -> None:
-    """Turn the backwards of pools whose rows or columns are split into one op each,
-    where nothing is searched or hints say so: a search does not begin with a form that
-    only such a plan takes."""
-    request = state.request
-    nodes = normalize.pool_gradients_of(state.graph)
-    if not nodes or state.recalled or request.meshes:
-        return
-    first = decide_on(state.program, replace(request, mode="propagate"))
-    nodes = normalize.split_pool_gradients(first)
-    _rewrite(state, nodes, normalize.join_pool_gradients)
-
-
-def _rewrite(
-    state: JointState,
-    nodes: Sequence[fx.Node],
-    rewrite: Callable[[Sequence[fx.Node], Builder], None],
-) -> None:
-    """Rewrite nodes of the state's graph, and forget its decision."""
-    if nodes:
-        rewrite([node.meta.get(OPEN, node) for node in nodes], state.build)
+def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
+    """Expand moments of the state's graph, and forget its decision."""
+    if moments:
+        nodes = [node.meta.get(OPEN, node) for node in moments]
+        normalize.expand_moments(nodes, state.build)
         state.graph.eliminate_dead_code()
         state.program = _program(state)
         state.decision = None

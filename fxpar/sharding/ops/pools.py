@@ -217,11 +217,30 @@ def _local_maximum_backward(
     """Return the gradient. ``args``: settings of the windows, then positions of
     maxima."""
     *settings, index = args
+    dims = _shards(call, index, (), (1, 3), k)
     if any(split_dims(call, 1, k)):
-        index = _reindexed(
-            call, index, _shards(call, index, (), (1, 3), k), inward=True
-        )
+        index = _reindexed(call, index, dims, inward=True)
+    if k == 2 and not torch.are_deterministic_algorithms_enabled():
+        total = _added_at(call, grad, index, [dim.width for dim in dims])
+        return add_halo_rows(call, total, 3)
     return _pool_backward(k, call, grad, x, _Maximum(*settings), index)
+
+
+def _added_at(
+    call: LocalCall, grad: fx.Node, index: fx.Node, rows: Sequence[Size]
+) -> fx.Node:
+    """Return images of these rows and columns, in which gradients of windows are added
+    at the maxima: as torch decomposes the op, so that nothing of the pooled images is
+    kept for it."""
+    build, dtype = call.build, grad.meta["val"].dtype
+    *planes, height, width = call.operand_shape(0)
+    few, many = ([*planes, build.product(n)] for n in ((height, width), rows))
+    grad = build.cast(grad, torch.promote_types(dtype, torch.float32))
+    grad, index = (build.call(aten.reshape.default, t, few) for t in (grad, index))
+    zeros = call.full(many, 0, grad)
+    total = build.call(aten.scatter_add.default, zeros, len(planes), index, grad)
+    images = build.call(aten.reshape.default, total, [*planes, *rows])
+    return build.cast(images, dtype)
 
 
 class OwnRows(NamedTuple):
@@ -543,11 +562,17 @@ ROWS = {
         lambda k, call, *args: _with_places(k, call, _local_maximum(k, call, *args)),
         **_POOL,
     ),
-    **by_rank(
-        "max_pool{}d_with_indices_backward",
-        (2, 3),
-        partial(_pool, _Maximum, 1, 2),
-        _local_maximum_backward,
+    **rows(
+        "max_pool2d_with_indices_backward",
+        partial(_pool, _Maximum, 1, 2, 2),
+        local=partial(_local_maximum_backward, 2),
+        linear="0",
+        facts="replaced",
+    ),
+    **rows(
+        "max_pool3d_with_indices_backward",
+        partial(_pool, _Maximum, 1, 2, 3),
+        local=partial(_local_maximum_backward, 3),
         linear="0",
         **_POOL_BACKWARD,
     ),
