@@ -135,9 +135,11 @@ def _number(kind: type[float], fits: Callable[[float], bool], use: str) -> Reade
     """Return the reader of a number; ``use`` says which fit."""
 
     def read(value: Any) -> float:
+        text = str(value)
         with contextlib.suppress(ValueError):
-            if fits(written := kind(str(value))):
-                return written
+            is_written = kind is float or (text.isascii() and text.isdecimal())
+            if is_written and fits(number := kind(text)):
+                return number
         raise ValueError(use)
 
     return read

@@ -6,18 +6,18 @@ with the reason. Never depends on the clock or on the rank, so that all ranks ch
 same.
 
 Ops to run on slices come from ``sequence_parallel``, which is exact for the sum of
-seconds, once for each dim that could be split; the best by simulation is kept. For it
-and for the plain graph ``overlap_candidates`` finds lines for every kind of collective,
-in a window around it, and the whole step is simulated again. If layers repeat, all that
-is done on a few (``fewer_layers``), and the lines found are repeated for all. A
-schedule is taken if the step is not slower with it; between equals memory decides, then
-the number of collectives. ``Attempts`` simulates schedules one after the other, and
-keeps the best so far, and the others with the reason.
+seconds, once for each dim that could be split; the best by simulation are kept. For
+each of these ``overlap_candidates`` finds lines for every kind of collective, in a
+window around it, and the whole step is simulated again. If layers repeat, all that is
+done on a few (``fewer_layers``), and the lines found are repeated for all. A schedule
+is taken if the step is not slower with it; between equals memory decides, then the
+number of collectives. ``Attempts`` simulates schedules one after the other, and keeps
+the best so far, and the others with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,9 @@ _TRIED = 0.01
 
 # In graphs of more nodes neither chunks nor buckets are tried.
 _LARGE = 10_000
+
+# How many ways to slice are kept for later stages, besides the best and the plain one.
+_CASES = 3
 
 # For how many kinds of collectives, the largest, a later start is tried.
 _SUNK = 4
@@ -340,11 +343,11 @@ def choose(state: Attempts, *, lines: bool = True) -> Chosen:
 
 def _lines(state: Attempts) -> None:
     """Try verbs, and leave the best lines found in ``state``."""
-    _sliced(state)
+    cases, split = _sliced(state)
     if len(state.first.nodes) <= _LARGE:
-        cases = _proposed(state)
+        cases = _proposed(state, cases)
         _sunk(state)  # to overlap work that a ring would leave before its waits
-        _overlapped(state, list(dict.fromkeys([state.schedule, *cases])))
+        _overlapped(state, list(dict.fromkeys([state.schedule, *cases])), split)
         _sunk(state)
         _hops_overlapped(state)
 
@@ -372,24 +375,31 @@ def _lines_for_layers(state: Attempts, fewer: FewerLayers) -> bool:
     return True
 
 
-def _sliced(state: Attempts) -> None:
-    """Try which ops run on slices, for all axes, on top of the best schedule and of
-    none."""
+def _sliced(state: Attempts) -> tuple[list[Schedule], set[str]]:
+    """Try which ops run on slices, for all axes. Return the best schedules, the plain
+    one too, and the names of all-reduces that were split in any."""
+    cases, split = [Schedule()], set[str]()
     for axes in dict.fromkeys(_reduced_along(state.first)):
-        for case in dict.fromkeys([state.schedule, Schedule()]):
+        attempts = {case: state.simulated[case] for case in cases}
+        for case in cases:
             graph = state.graph(case) if case else state.first
             cuts, left = candidates(graph, state.mesh, axes, state.hardware)
             state.near_misses += left
             for some in alternatives(cuts):
+                split.update(node.name for one in some for node in one.split)
                 lines = case + lines_of(some, len(case.lines))
-                state.attempt(lines, described(axes, some))
+                then = state.attempt(lines, described(axes, some))
+                if then is not None:
+                    attempts[lines] = then
+        few = sorted(attempts, key=lambda case: attempts[case].seconds)[:_CASES]
+        cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
+    return cases, split
 
 
-def _proposed(state: Attempts) -> list[Schedule]:
+def _proposed(state: Attempts, cases: list[Schedule]) -> list[Schedule]:
     """Try, on top of the best schedule, the lines that features propose. Return the
-    schedules with those that apply, then the best and the plain one."""
+    cases with those that apply in front."""
     best = state.schedule
-    cases = [best, Schedule()]
     names = names_of_ops(state.graph(best))
     propose = [each for ops, each in PROPOSALS if has_any(names, ops)]
     proposals = [item for each in propose for item in each(state).items()]
@@ -400,12 +410,14 @@ def _proposed(state: Attempts) -> list[Schedule]:
     return cases
 
 
-def _overlapped(state: Attempts, cases: Sequence[Schedule]) -> None:
+def _overlapped(
+    state: Attempts, cases: Sequence[Schedule], split: Collection[str]
+) -> None:
     """Try products in chunks that overlap with their collectives, and rings, on top of
     each case, the case with the best prediction first."""
     predictions = []
     for case in cases:
-        groups = _groups(state, case)
+        groups = _groups(state, case, split)
         saved = sum(group.saved for group in groups)
         predictions.append((state.simulated[case].seconds - saved, case, groups))
     for predicted, case, groups in sorted(predictions, key=lambda f: f[0]):
@@ -495,9 +507,10 @@ class _Group:
     what: str  # number of windows, and the last line of one, as text
 
 
-def _groups(state: Attempts, case: Schedule) -> list[_Group]:
+def _groups(state: Attempts, case: Schedule, split: Collection[str]) -> list[_Group]:
     """Return lines that overlap collectives of a case with compute, the largest saving
-    first."""
+    first. ``split``: names of all-reduces that other cases split; an all-reduce of them
+    that has no collective over other axes in its window gets a smaller window."""
     now = state.simulated[case]
     exposed = _exposed(now)
     if not exposed:
@@ -517,6 +530,8 @@ def _groups(state: Attempts, case: Schedule) -> list[_Group]:
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
             here = window(node, varies, backward)
+            if node.name in split and not here.others:
+                here = window(node, varies, backward, both=False)
             forms.setdefault(here.form, []).append(here)
         for form, same in forms.items():
             if form not in state.formed:

@@ -50,8 +50,9 @@ from fxpar.sharding.cost.op import (
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-# Nodes looked at before and after a collective, and nodes taken at most on each side.
-_FAR, _MOST = 200, 32
+# Nodes looked at before and after a collective; nodes taken at most before it or after
+# a gather, and after another where windows are to be small.
+_FAR, _MOST, _OTHERS = 200, 32, 8
 
 # Passes that move collectives of parameters, which all seem to be in a window.
 _OUTSIDE = ("bucket", "prefetch")
@@ -73,6 +74,13 @@ class Window:
     @property
     def collective(self) -> fx.Node:
         return next(node for node in self.graph.nodes if node.name == self.name)
+
+    @property
+    def others(self) -> list[fx.Node]:
+        """Return the collectives over other axes, which read what is computed from this
+        one."""
+        collectives = (node for node in self.graph.nodes if node.target in _MOVED)
+        return [node for node in collectives if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -147,12 +155,16 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
     return shapes
 
 
-def window(node: fx.Node, varies: Varies, backward: Collection[fx.Node]) -> Window:
+def window(
+    node: fx.Node, varies: Varies, backward: Collection[fx.Node], *, both: bool = True
+) -> Window:
     """Return the window around one collective.
 
     backward: nodes of the backward; a window is of the forward or of the backward.
+    both: take as many nodes after any collective as after a gather.
     """
-    members = _before(node, backward) | _after(node, backward)
+    most = _MOST if both or node.target is collective_nodes.all_gather else _OTHERS
+    members = _before(node, backward) | _after(node, backward, most)
     # The results of a region are read through its getitems alone.
     regions = [m for m in members if isinstance(m.target, CallableRegion)]
     members |= {item for region in regions for item in region.users}
@@ -209,7 +221,7 @@ def _before(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
     return members
 
 
-def _after(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
+def _after(node: fx.Node, backward: Collection[fx.Node], most: int) -> set[fx.Node]:
     """Return the collective, and the ops computed from it up to the next collectives;
     with those of them over other axes, since both can run at once. No path leaves the
     set and enters it again."""
@@ -222,7 +234,7 @@ def _after(node: fx.Node, backward: Collection[fx.Node]) -> set[fx.Node]:
         if not outside.isdisjoint(read):
             outside.add(at)
         elif not members.isdisjoint(read):
-            room = (at in backward) == (node in backward) and len(members) < _MOST
+            room = (at in backward) == (node in backward) and len(members) < most
             ends = at.target in _MOVED and axes.isdisjoint(collective_nodes.axes_of(at))
             joins = _can_join(at, node, backward)
             if room and (joins or ends):
@@ -480,9 +492,8 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     if len(neighbors) > 1:
         for one in neighbors:
             yield (one.name,), [one]
-    inside = {
-        n for n in _after(node, ()) if n.target not in collective_nodes.COLLECTIVE
-    }
+    after = _after(node, (), _MOST)
+    inside = {n for n in after if n.target not in collective_nodes.COLLECTIVE}
     region = sorted(inside)
     last = [n for n in region if any(u not in inside for u in n.users)]
     products = any(is_contraction(n.target) for n in region)

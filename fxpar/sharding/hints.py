@@ -231,8 +231,11 @@ def check(hint: Hint, mesh: Mesh, what: str) -> None:
         for axis in (*all_axes, *hint.whole):
             mesh.axis_size(axis)
         Spec.of(hint.dims)
-    except (MeshError, SpecError) as error:
+    except MeshError as error:
         raise HintError(f"{what}: {error.what}", fix=error.fix) from error
+    except SpecError as error:
+        fix = "an axis may split one dim of a tensor only"
+        raise HintError(f"{what}: {error.what}", fix=fix) from error
     for axis in all_axes:
         if axis_of(axis) in hint.whole:
             raise HintError(

@@ -463,6 +463,8 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     Raises PlanError naming the malformed place, as nodes[3].factors[0].
     """
     try:
+        if not isinstance(data, dict):
+            raise _unlike("a table", data)
         # The mesh comes first, as the rest is read on it.
         mesh = _entry(data, "mesh", Mesh, Mesh(()))
         if "links" in data:

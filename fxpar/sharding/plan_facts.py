@@ -20,7 +20,7 @@ value cannot have, is a PlanError that names the op or value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import takewhile, zip_longest
@@ -87,20 +87,25 @@ def module_path(node: fx.Node) -> Path | None:
 def _filled(paths: Sequence[Path | None]) -> list[Path]:
     """Return the paths with those that lack between their nearest neighbours."""
     neighbors: list[Path] = [(), *(path for path in paths if path is not None), ()]
+    holders = {path[:end] for path in paths if path for end in range(len(path))}
     out: list[Path] = []
     count = 0
     for path in paths:
         count += path is not None
-        out.append(_between(*neighbors[count : count + 2]) if path is None else path)
+        if path is None:
+            path = _between(neighbors[count], neighbors[count + 1], holders)
+        out.append(path)
     return out
 
 
-def _between(before: Path, after: Path) -> Path:
-    """Return the path that both share, or, longer than it, the layer of the first."""
+def _between(before: Path, after: Path, holders: Collection[Path]) -> Path:
+    """Return the path that both share, or, longer than it, the layer of the first: of
+    the ``holders`` of modules one whose name is a number."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
     shared = tuple(part for part, _ in same)
     inner = (before[:end] for end in range(len(shared) + 1, len(before) + 1))
-    return next((path for path in inner if path[-1].isdigit()), shared)
+    layers = (path for path in inner if path[-1].isdigit() and path in holders)
+    return next(layers, shared)
 
 
 # The number of most expensive reshards that a plan lists.

@@ -63,9 +63,11 @@ class Input:
         """Return the layout along an axis of stages: "split" by it, "whole" at every
         place, or, where the plan chooses the layout, "own": at the places that read it.
         """
-        if self.stage_dim is not None or self.splits:
+        if self.stage_dim is not None:
             return "split"
-        return "own" if self.at_rest is None else "whole"
+        if self.at_rest is not None:
+            return "whole"
+        return "split" if self.splits else "own"
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,11 @@ SAMPLES[aten.embedding.default] = [
     _s(_f(8, 4), _i(8)),
     _s(_f(8, 4), _i(8, 4).int()),
 ]
+SAMPLES[aten.embedding_dense_backward.default] = [
+    _s(_f(4, 8, 4), _i(8, 4, 8), 8, -1, False),
+    _s(_f(16, 4), _i(8, 16), 8, 3, False),
+    _s(_f(16, 4), _i(8, 16), 8, 3, True),
+]
 
 _EDGES = _f(8).sort().values
 SAMPLES[aten.bucketize.Tensor] = [

@@ -88,7 +88,7 @@ LEFT = """
     _log_softmax _softmax _to_copy _unsafe_index_put _unsafe_view
     adaptive_max_pool2d adaptive_max_pool3d add addmm amax amin arange bernoulli bmm
     cat cauchy clamp conj_physical convolution_backward detach
-    exponential flip floor_divide full full_like gelu
+    embedding_dense_backward exponential flip floor_divide full full_like gelu
     gelu_backward geometric index_add index_reduce index_select lerp log_normal
     logaddexp logsumexp masked_scatter max_pool2d_with_indices
     max_pool2d_with_indices_backward max_pool3d_with_indices mm native_dropout

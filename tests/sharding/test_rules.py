@@ -178,8 +178,8 @@ def test_row(key: Any) -> None:
 # One row of each family, and those whose local form knows about such shards.
 SOME = keys(
     "mm addmm mul.Tensor sum.dim_IntList mean mean.dim amax min sort embedding "
-    "index.Tensor index_put gather scatter_add index_add convolution view permute "
-    "expand cat"
+    "embedding_dense_backward index.Tensor index_put gather scatter_add index_add "
+    "convolution view permute expand cat"
 )
 
 

@@ -48,6 +48,14 @@ def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> str:
     return text(["s", "e"], words, results=[[*words, "e"]])
 
 
+def _embedding_backward(
+    grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
+) -> str:
+    # The count of an index is its count in the whole batch.
+    words = [w + "!" * by_count for w in names(index.dim(), "i")]
+    return text([*words, "e"], words, results=[["s", "e"]])
+
+
 # Bags: the begin of a bag counts the indices before it, so both are whole, except for
 # bags of one length (``in_even_bags``)
 
@@ -183,6 +191,23 @@ def _local_embedding(
         return call.same(weight, index, *settings)
     rows = call.same(part.rows_of(weight), part.read(), *settings)
     return call.where(trailing(call, part.inside, 1), rows, 0)
+
+
+def _local_embedding_backward(
+    call: LocalCall,
+    grad: fx.Node,
+    index: fx.Node,
+    rows: int,
+    padding: int,
+    by_count: bool,
+) -> fx.Node:
+    part, places = _own_places(call, index, padding)
+    if part is None:
+        return call.same(grad, index, rows, padding, by_count)
+    # The spare row takes the padding as well, so that no local row is taken for it.
+    more = call.build.compute(operator.add, part.n, 1)
+    result = call.same(grad, places, more, part.n, by_count)
+    return without_spares(call, result, [part])
 
 
 def _own_places(
@@ -345,6 +370,13 @@ def _local_by_rows(local: Localizer, call: LocalCall, *args: Any, **kwargs: Any)
 ROWS = {
     **rows(
         "embedding", _embedding, movement="0", local=_local_embedding, facts="gathers"
+    ),
+    **rows(
+        "embedding_dense_backward",
+        _embedding_backward,
+        linear="0",
+        local=_local_embedding_backward,
+        facts="scatters",
     ),
     **rows(
         "_embedding_bag _embedding_bag_forward_only",
