@@ -128,7 +128,7 @@ def one_hangs() -> str:
     meeting.agree("start", "", "")
 
     def hangs(_: str | None) -> None:
-        meeting.meet("elsewhere", "", seconds=30.0)
+        meeting.gather("elsewhere", "", 30.0)
 
     return caught(compile_once, graph(), "one_hangs", hangs)
 

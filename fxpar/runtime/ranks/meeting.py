@@ -484,12 +484,12 @@ def agree(
     raise as_reported(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
-def gather(tag: str, text: str) -> list[str]:
+def gather(tag: str, text: str, seconds: float | None = None) -> list[str]:
     """Return the text of every rank, in order of ranks; they should be short.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
-    return meet(repr(tag), text)
+    return meet(repr(tag), text, seconds=seconds)
 
 
 def gather_data(tag: str, data: Any) -> list[Any]:
