@@ -305,7 +305,7 @@ def _patterns(
 
 
 def _rows(nodes: Sequence[fx.Node], labels: np.ndarray) -> list[RepeatedOps]:
-    return sorted(rows_of_layers(labels, with_reads(nodes, labels), overlap=True))
+    return rows_of_layers(labels, with_reads(nodes, labels), overlap=True)
 
 
 def _matches(
