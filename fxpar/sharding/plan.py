@@ -446,7 +446,7 @@ class _Misread(Exception):
         self.why, self.keys = why, keys
 
     def inside(self, key: str | int) -> _Misread:
-        """Return the same of what stands at a key of a table or list."""
+        """Return the error for the table or list that has the value at a key."""
         return _Misread(self.why, key, *self.keys)
 
 
