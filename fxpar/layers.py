@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpar._torch.objects import tensors_of
+from fxpar._torch.objects import tensors_in
 
 # Bytes to which kernels may want their operands aligned.
 ALIGNED = 16
@@ -47,7 +47,7 @@ def sizes_of(node: fx.Node) -> Any:
     """Return dtype, shape, strides, device and alignment of each tensor of a node."""
     return tuple(
         (x.dtype, tuple(x.shape), x.stride(), x.device, is_aligned(x))
-        for x in tensors_of(node)
+        for x in tensors_in(node.meta.get("val"))
     )
 
 

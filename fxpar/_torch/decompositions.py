@@ -33,7 +33,7 @@ def _group_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (normalized, mean, one over the deviation) of channels
     ``[n, channels, *space]`` in groups; the latter two are ``[n, groups]``."""
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     sizes = [n, groups, channels // groups]
     grouped = wide.reshape(*sizes, *x.shape[2:])
     over = list(range(2, grouped.dim()))
@@ -64,7 +64,7 @@ def _group_norm_backward(
 ) -> tuple[Maybe, Maybe, Maybe]:
     """Return gradients of the input, weight and bias; None for those not in
     ``mask``."""
-    dtype, wide = x.dtype, _wide(x.dtype)
+    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     grad, x, mean, rstd = (t.to(wide) for t in (grad, x, mean, rstd))
     sizes, space = [n, groups, channels // groups], list(range(2, x.dim()))
     product, total = grad * x, grad
@@ -119,7 +119,7 @@ def _weight_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of ``v`` and ``g`` of a weight ``v * (g / norm)``."""
     over = [d for d in range(v.dim()) if d != dim % v.dim()]
-    wide = _wide(norm.dtype)
+    wide = torch.promote_types(norm.dtype, torch.float32)
     grad, wide_v, wide_g, norm = (t.to(wide) for t in (grad, v, g, norm))
     of_g = (grad * wide_v).sum(over, keepdim=True) / norm
     of_v = wide_g / norm * (grad - wide_v * (of_g / norm))
@@ -154,12 +154,6 @@ def _zeros(shape: Sequence[int], **how: Any) -> torch.Tensor:
     """Return zeros in memory: fake views of zeros without memory, which forward
     derivatives are made of, are no fakes."""
     return aten.zeros.default(shape, **how)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of a dtype are computed."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half else dtype
 
 
 TABLE: dict[Any, Callable[..., Any]] = {

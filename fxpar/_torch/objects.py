@@ -100,9 +100,8 @@ def base_of(x: torch.Tensor) -> torch.Tensor:
     return x if x._base is None else x._base
 
 
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors that a traced node gives."""
-    value = node.meta.get("val")
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a node's value."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return [x for x in values if isinstance(x, torch.Tensor)]
 

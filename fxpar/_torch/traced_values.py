@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.fake import new_fake
-from fxpar._torch.objects import memory_of, tensors_of
+from fxpar._torch.objects import memory_of, tensors_in
 
 
 def fake_on(storage: Any, x: Any) -> Any:
@@ -289,8 +289,8 @@ class Memories:
         whose memory is in its place."""
         self._storages: dict[int, Any] = {}
         for node, other in stand_ins.items():
-            pairs = zip(tensors_of(node), tensors_of(other), strict=False)
-            for x, y in pairs:
+            values = (tensors_in(n.meta.get("val")) for n in (node, other))
+            for x, y in zip(*values, strict=False):
                 self._storages.setdefault(memory_of(x), y.untyped_storage())
         self._nodes = list(stand_ins)  # their memory lives, and keeps its number
 

@@ -40,6 +40,7 @@ from fxpar.graph.builder import (
     is_uneven,
     part_of,
     put_after_reads,
+    replace_items,
 )
 from fxpar.graph.graph_bodies import all_nodes, bodies_of
 from fxpar.passes.rank_sizes import is_size, uneven_nodes
@@ -348,9 +349,6 @@ def inline(graph: fx.Graph) -> None:
                         custom = node.meta.get("custom") or {}
                         copies[node].meta["custom"] = custom | {REGION: region.name}
         results: Any = part.output_node().args[0]
-        for item in list(region.users):
-            item.replace_all_uses_with(copies[results[item.args[1]]])
-            graph.erase_node(item)
-        graph.erase_node(region)
+        replace_items(region, fx.node.map_arg(results, copies.__getitem__))
     if regions:
         graph.lint()

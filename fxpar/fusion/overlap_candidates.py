@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import tensors_in
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.node_legality import CallableRegion
@@ -40,13 +41,7 @@ from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    is_contraction,
-    is_view,
-    kernel_seconds,
-    tensors_in,
-)
+from fxpar.sharding.cost.op import bytes_of, is_contraction, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

@@ -33,13 +33,7 @@ from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import (
-    Strategy,
-    is_expressible,
-    operand_spec,
-    project,
-    result_spec,
-)
+from fxpar.sharding.strategy import Strategy, is_expressible, project, specs
 
 Axes = tuple[str, ...]
 
@@ -122,11 +116,8 @@ class Cutter:
         operands = tensor_nodes(node)
         for number in set(node.all_input_nodes).difference(operands):
             self._check_equal(number)
-        strategy = self._strategy(rule, factors)
-        reads = tuple(operand_spec(rule, strategy, i) for i in range(len(operands)))
-        results = tuple(
-            result_spec(rule, strategy, i) for i in range(len(rule.results))
-        )
+        tensor_specs = specs(rule, self._strategy(rule, factors))
+        reads, results = tensor_specs[: len(operands)], tensor_specs[len(operands) :]
         args = [
             self._operand(n, spec, parts)
             for n, spec in zip(operands, reads, strict=True)

@@ -426,6 +426,35 @@ class Builder:
         return self.call(torch.ops._c10d_functional.wait_tensor.default, collective)
 
 
+def replace_items(node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Replace every use of the items of ``node`` by ``results``, and erase it."""
+    for item in list(node.users):
+        item.replace_all_uses_with(results[item.args[1]])
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def joined(call: Callable[..., fx.Node], values: Sequence[fx.Node]) -> fx.Node:
+    """Append one flat tensor with the numbers of several. ``call`` appends a node."""
+    flat = [call(torch.ops.aten.reshape.default, x, [-1]) for x in values]
+    return flat[0] if len(flat) == 1 else call(torch.ops.aten.cat.default, flat)
+
+
+def split(
+    call: Callable[..., fx.Node], flat: fx.Node, like: Iterable[fx.Node]
+) -> list[fx.Node]:
+    """Append tensors of the shapes of ``like``, split from one: inverse of
+    ``joined``."""
+    aten, out, start = torch.ops.aten, list[fx.Node](), 0
+    for value in (node.meta["val"] for node in like):
+        end, part = start + value.numel(), flat
+        if end - start < flat.meta["val"].numel():
+            part = call(aten.slice.Tensor, flat, 0, start, end)
+        out.append(call(aten.reshape.default, part, list(value.shape)))
+        start = end
+    return out
+
+
 def keep_meta(graph: fx.Graph) -> None:
     """Keep what must not be overwritten when the graph of a step is traced again,
     without autograd: the numbers that autograd gives ops, and which ops of the forward

@@ -21,6 +21,7 @@ from torch.fx.traceback import get_current_meta
 from fxpar import _torch
 from fxpar._torch.objects import define_op
 from fxpar.errors import ShardError
+from fxpar.sharding.factors import sides
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import line_of
 from fxpar.sharding.rank_ints import rank_here
@@ -71,33 +72,23 @@ define_op(
 )
 
 
-def letters(equation: str) -> str:
-    """Return ``"b s h, h o -> b s o"`` in one-letter form for torch.einsum."""
-    words = equation.replace(",", " , ").replace("->", " -> ").split()
-    letter_of: dict[str, str] = {}
-    out = []
-    for word in words:
-        if word in (",", "->"):
-            out.append(word)
-        else:
-            out.append(letter_of.setdefault(word, chr(ord("a") + len(letter_of))))
-    return "".join(out)
-
-
 @torch.library.custom_op("fxpar::dot", mutates_args=())
 def dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
     """Contract by named factors, ``"b s h, h o -> b s o"``. Planning sees every dim
     by itself; localizing makes it views around one mm or bmm."""
-    return torch.einsum(letters(equation), lhs, rhs).contiguous()
+    numbers: dict[str, int] = {}
+    left, right, out = (
+        [numbers.setdefault(factor, len(numbers)) for factor in word]
+        for word in sides(equation)
+    )
+    return torch.einsum(lhs, left, rhs, right, out).contiguous()
 
 
 @dot.register_fake
 def _(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
-    left, right = equation.split("->")
-    size: dict[str, int] = {}
-    for operand, tensor in zip(left.split(","), (lhs, rhs), strict=True):
-        size.update(zip(operand.split(), tensor.shape, strict=True))
-    return lhs.new_empty([size[f] for f in right.split()])
+    left, right, out = sides(equation)
+    size = dict(zip((*left, *right), (*lhs.shape, *rhs.shape), strict=True))
+    return lhs.new_empty([size[f] for f in out])
 
 
 @torch.library.custom_op("fxpar::constrain", mutates_args=())

@@ -21,6 +21,7 @@ place has is scattered (``scatter_from``), a result goes to all places
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import LostRankError
-from fxpar.graph.builder import PLACE
+from fxpar.graph.builder import PLACE, joined, split
 from fxpar.sharding.cost.op import bytes_of
 
 ours = torch.ops.fxpar
@@ -217,9 +218,9 @@ def gather_at(
         if source == target:
             arrived.append(own)
             continue
-        flat = _joined(put, source, own)
+        flat = joined(partial(put, source), own)
         message = put(target, ours.transfer.default, flat, source, target, group)
-        arrived.append(_split(put, target, message, [x.meta["val"] for x in own]))
+        arrived.append(split(partial(put, target), message, own))
     columns = zip(*arrived, strict=True)
     return [
         put(target, aten.cat.default, list(parts), dim)
@@ -242,10 +243,9 @@ def scatter_from(
             size = value.meta["val"].shape[dim] // places
             bounds = i * size, (i + 1) * size
             pieces.append(put(source, aten.slice.Tensor, value, dim, *bounds))
-    flat = _joined(put, source, pieces)
+    flat = joined(partial(put, source), pieces)
     own = put(EVERY, ours.scatter.default, flat, source, places, group)
-    like = [x.meta["val"] for x in pieces[: len(values)]]
-    return lambda: _split(put, EVERY, own, like)
+    return lambda: split(partial(put, EVERY), own, pieces[: len(values)])
 
 
 def broadcast_from(
@@ -255,27 +255,6 @@ def broadcast_from(
     if len(values) == 1:
         one = put(EVERY, ours.spread.default, values[0], source, group)
         return lambda: [one]
-    flat = _joined(put, source, values)
+    flat = joined(partial(put, source), values)
     whole = put(EVERY, ours.spread.default, flat, source, group)
-    return lambda: _split(put, EVERY, whole, [x.meta["val"] for x in values])
-
-
-def _joined(put: Put, place: int, values: Sequence[fx.Node]) -> fx.Node:
-    """Return the numbers of tensors in one."""
-    flat = [put(place, aten.reshape.default, x, [-1]) for x in values]
-    return flat[0] if len(flat) == 1 else put(place, aten.cat.default, flat)
-
-
-def _split(
-    put: Put, place: int, flat: fx.Node, like: Sequence[torch.Tensor]
-) -> list[fx.Node]:
-    """Return tensors of the shapes of ``like``, split from one."""
-    out, start = [], 0
-    for value in like:
-        end = start + value.numel()
-        part = flat
-        if end - start < flat.meta["val"].numel():
-            part = put(place, aten.slice.Tensor, flat, 0, start, end)
-        out.append(put(place, aten.reshape.default, part, list(value.shape)))
-        start = end
-    return out
+    return lambda: split(partial(put, EVERY), whole, values)

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
-from fxpar.graph.builder import Builder
+from fxpar.graph.builder import Builder, replace_items
 from fxpar.graph.graph_bodies import body_of
 
 Function = Callable[..., torch.Tensor]
@@ -56,7 +56,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return output, log-sum-exps to base 2 and largest scores, as ``flex_attention``
     does."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).to(dtype) for x in (k, v))
     scores = (q.to(dtype) @ keys.mT) * scale
@@ -128,22 +128,9 @@ def _decompose_node(
                 copies[part] = build.graph.node_copy(part, copies.__getitem__)
                 copies[part].meta = {"val": part.meta["val"]}
                 build.stamp(copies[part])
-    result: Any = parts.output_node().args[0]
-    _replace_uses(node, result, copies)
-
-
-def _replace_uses(
-    node: fx.Node, result: Any, copies: Mapping[fx.Node, fx.Node]
-) -> None:
-    """Replace each use of a node, or of its items if it has several results, by the
-    copy of the result, and erase it."""
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(copies[result])
-    else:
-        for item in list(node.users):
-            item.replace_all_uses_with(copies[result[item.args[1]]])
-            item.graph.erase_node(item)
-    node.graph.erase_node(node)
+    result: Any = fx.node.map_arg(parts.output_node().args[0], copies.__getitem__)
+    replace = build.replace if isinstance(result, fx.Node) else replace_items
+    replace(node, result)
 
 
 # Ops that torch runs in compiled code only, where ops run one by one

@@ -66,7 +66,7 @@ from fxpar.sharding.program import Op, Program, tensors_among
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.reshard.route import Reshard
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, specs
 
 
 def insert_reshards(graph: fx.Graph, decision: Decision) -> fx.Graph:
@@ -348,14 +348,12 @@ def local_op(
 
     Raises PlanError if a shard comes out with another shape than its spec says.
     """
-    operands = tuple(
-        operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
-    )
-    results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
+    n, tensor_specs = len(op.operands), specs(op.rule, strategy)
+    operands, results = tensor_specs[:n], tensor_specs[n:]
     args, kwargs = fx.node.map_arg(
         (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
-    all_whole = all(s.is_whole for s in operands + results)
+    all_whole = all(s.is_whole for s in tensor_specs)
     is_kept = all_whole and not op_facts_of(op.target).replaced
     if is_kept and _has_global_layouts(node, local):
         return _copied(build, node, args, kwargs)

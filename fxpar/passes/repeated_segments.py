@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar._torch.aot import CHECKPOINT, higher_order_name
 from fxpar._torch.dynamo import example_of
-from fxpar._torch.objects import is_mutable, memory_of, tensors_of, written_by
+from fxpar._torch.objects import is_mutable, memory_of, tensors_in, written_by
 from fxpar._torch.traced_once import SegmentKind
 from fxpar._torch.traced_values import attribute, layout_of, part_of
 from fxpar.layers import (
@@ -41,7 +41,11 @@ def kept_values(graph: fx.Graph) -> set[fx.Node]:
     lasting, changed = set[fx.Node](), set[fx.Node]()
     at = {node: i for i, node in enumerate(graph.nodes)}
     memories = {
-        node: {memory_of(x) for x in tensors_of(node) if x.layout is torch.strided}
+        node: {
+            memory_of(x)
+            for x in tensors_in(node.meta.get("val"))
+            if x.layout is torch.strided
+        }
         for node in graph.nodes
     }
     written = {node: set(written_by(node)) for node in graph.nodes}

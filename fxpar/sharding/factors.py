@@ -39,6 +39,13 @@ from fxpar.errors import RuleError
 Dims = tuple[tuple[str, ...], ...]
 Axes = tuple[str, ...]
 
+
+def sides(equation: str) -> list[list[str]]:
+    """Return the factors of both operands and of the result of a product, e.g. of
+    ``"m k, k n -> m n"``."""
+    return [word.split() for word in equation.replace("->", ",").split(",")]
+
+
 # Reductions that may pass through an op of each kind.
 LINEAR = ("sum", "avg")
 MONOTONE = ("max", "min")

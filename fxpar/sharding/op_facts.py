@@ -9,7 +9,7 @@ Never: depends on a call's shapes.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -162,22 +162,6 @@ def is_random(node: fx.Node) -> bool:
     dropout."""
     facts = op_facts_of(node.target)
     return facts.draws or (facts.random and not node.all_input_nodes)
-
-
-@cache
-def _stated() -> dict[str, Mapping[str, Any]]:
-    from fxpar.sharding.ops import FACTS
-
-    return {
-        op.replace("::", ".") + ".default" if isinstance(op, str) else str(op): facts
-        for op, facts in FACTS.items()
-    }
-
-
-def stated_facts(name: str) -> Mapping[str, Any]:
-    """Return the facts that the row of an overload states, e.g. of
-    ``"aten.view.dtype"``."""
-    return _stated().get(name, {})
 
 
 def name_of(target: Any) -> str:

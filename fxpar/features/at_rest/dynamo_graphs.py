@@ -33,6 +33,7 @@ from fxpar.features.at_rest.sharded_modules import (
     to_global_unreduced,
     written_parameter,
 )
+from fxpar.graph.builder import replace_items
 from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.presence import user_line as running_line
 from fxpar.sharding.program import user_line
@@ -198,11 +199,8 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
         values = dict(zip(placeholders, call.args[1:], strict=True))
         with gm.graph.inserting_before(call):
             results = gm.graph.graph_copy(body.graph, values)
-        for item in list(call.users):
-            item.replace_all_uses_with(results[item.args[1]])
-            gm.graph.erase_node(item)
         (held, *_) = call.args
-        gm.graph.erase_node(call)
+        replace_items(call, results)
         if not held.users:
             gm.graph.erase_node(held)
 

@@ -74,10 +74,6 @@ def rows_like(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
 
-def _computed_in(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 _SCHEMA = "(Tensor q, Tensor k, Tensor v, SymInt ahead, float? scale)"
 torch.library.define("fxpar::causal_attention", f"{_SCHEMA} -> (Tensor, Tensor)")
 torch.library.define(
@@ -89,7 +85,7 @@ torch.library.define(
 
 @torch.library.register_fake("fxpar::causal_attention")
 def _(q, k, v, ahead, scale):
-    lse = q.new_empty(q.shape[:3], dtype=_computed_in(q))
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return rows_like(q, v.shape[3]), lse
 
 
@@ -100,7 +96,7 @@ def _(grad, q, k, v, out, logsumexp, ahead, scale):
 
 @torch.library.impl("fxpar::causal_attention", "CompositeExplicitAutograd")
 def _forward(q, k, v, ahead, scale) -> Result:
-    dtype = _computed_in(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out = rows_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
@@ -121,7 +117,7 @@ def _forward(q, k, v, ahead, scale) -> Result:
 
 @torch.library.impl("fxpar::causal_attention_backward", "CompositeExplicitAutograd")
 def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
-    dtype = _computed_in(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     _, differentiate = _kernel(q, k, v)
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
@@ -224,7 +220,9 @@ def padding(rows: int) -> int:
 
 
 def _scores(q, k, causal, scale) -> torch.Tensor:
-    k = _each(k, q.shape[1] // k.shape[1]).to(_computed_in(q))
+    k = _each(k, q.shape[1] // k.shape[1]).to(
+        torch.promote_types(q.dtype, torch.float32)
+    )
     scores = q.to(k.dtype) @ k.mT * scale
     if causal:
         unseen = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)

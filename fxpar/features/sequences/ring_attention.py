@@ -18,7 +18,6 @@ The scheme is that of ring attention (Liu et al., arXiv 2310.01889).
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from fxpar.fusion.slice_op import SlicePart
 from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
-from fxpar.graph.builder import Builder
+from fxpar.graph.builder import Builder, joined, split
 from fxpar.passes.lower import restrided
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.op_facts import BIASES
@@ -316,7 +315,6 @@ class RingAttention:
             grad = self.arguments.get("grad_out", self.node.args[0])
             coming = _far_first(build, ring, shards, grad)
             sums = dict[Result, fx.Node]()
-            shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 
             def summands(i: int) -> fx.Node:
                 attention = self._on_part(build, ring, i, next(coming))
@@ -333,7 +331,7 @@ class RingAttention:
                     self._part(build, attention, k, end, ring, i)
                     for k, end in enumerate(ends, len(sets))
                 ]
-                return _packed(build, parts)
+                return joined(build.call, parts)
 
             message = ring.reduced(build, summands, "sum")
             results = {
@@ -343,7 +341,7 @@ class RingAttention:
             gradients = [
                 self._home(build, part, int(scatter.args[1]))
                 for part, scatter in zip(
-                    _unpacked(build, message, shapes), scatters, strict=True
+                    split(build.call, message, scatters), scatters, strict=True
                 )
             ]
         for scatter, part in zip(scatters, gradients, strict=True):
@@ -397,36 +395,16 @@ class _Reduced:
     scatter: fx.Node
 
 
-def _packed(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:
-    """Append one flat message with all parts."""
-    flat = [build.call(aten.reshape.default, part, [-1]) for part in parts]
-    return build.call(aten.cat.default, flat)
-
-
-def _unpacked(
-    build: Builder, message: fx.Node, shapes: Sequence[Sequence[int]]
-) -> list[fx.Node]:
-    """Append the parts of a message: inverse of ``_packed``."""
-    out, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        part = build.call(aten.slice.Tensor, message, 0, start, end)
-        out.append(build.call(aten.view.default, part, list(shape)))
-        start = end
-    return out
-
-
 def _nearest_first(
     build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """Yield parts of all ranks, from a rank's own on; the next one is in flight when
     one is yielded."""
-    shapes = [list(x.meta["val"].shape) for x in shards]
-    message = _packed(build, shards)
+    message = joined(build.call, shards)
     for i in range(ring.chunks):
         last = i == ring.chunks - 1
         coming = message if last else ring.passed(build, message, 1)
-        yield _unpacked(build, message, shapes) if i else list(shards)
+        yield split(build.call, message, shards) if i else list(shards)
         message = coming
 
 
@@ -436,12 +414,11 @@ def _far_first(
     """Yield parts of all ranks, a rank's own at last. The message reads an empty slice
     of the gradient so that it differs from the forward's equal messages, which would
     else be kept until the backward."""
-    shapes = [list(x.meta["val"].shape) for x in shards]
     nothing = build.call(aten.slice.Tensor, grad, 0, 0, 0)
-    message = ring.passed(build, _packed(build, [*shards, nothing]), 1)
+    message = ring.passed(build, joined(build.call, [*shards, nothing]), 1)
     for i in range(ring.chunks - 1):
         last = i == ring.chunks - 2
         coming = message if last else ring.passed(build, message, 1)
-        yield _unpacked(build, message, shapes)
+        yield split(build.call, message, shards)
         message = coming
     yield list(shards)

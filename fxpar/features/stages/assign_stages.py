@@ -23,18 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from fxpar._torch.objects import tensors_in
 from fxpar.errors import PlanError
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph.builder import STAGE
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    flops_of,
-    is_view,
-    kernel_seconds,
-    tensors_in,
-)
+from fxpar.sharding.cost.op import bytes_of, flops_of, is_view, kernel_seconds
 from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw, op_facts_of

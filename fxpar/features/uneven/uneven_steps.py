@@ -52,6 +52,7 @@ from fxpar._torch.objects import argument
 from fxpar.features.uneven import normalize_shifts
 from fxpar.features.uneven.normalize_shifts import can_be_read_for, padded_dim
 from fxpar.graph.builder import Builder, is_zeros, shape_of
+from fxpar.passes.normalize.normalize_matmul import before_views
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding import shard_sizes
@@ -345,7 +346,7 @@ def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
         return
     turns_seen: set[_Turns] = set()
     for view in graph.find_nodes(op="call_function", target=aten.view.default):
-        join = _source(view)
+        join = before_views(view)
         turns = _turns(join, view)
         if turns is not None and not shard_sizes.is_exact(turns.rows, mesh, mesh.names):
             turns_seen.add(turns)
@@ -353,14 +354,6 @@ def take_rows_in_turn(graph: fx.Graph, state: JointState) -> None:
     selects = graph.find_nodes(op="call_function", target=aten.select.int)
     for node in selects if turns_seen else ():
         _slice(node, turns_seen, rewriter)
-
-
-def _source(view: fx.Node) -> fx.Node:
-    """Return the source of a chain of views."""
-    node: Any = view
-    while node.target in _VIEWS:
-        node = node.args[0]
-    return node
 
 
 def _turns(join: fx.Node, view: fx.Node) -> _Turns | None:
@@ -447,7 +440,7 @@ def _slice(node: fx.Node, turns_seen: set[_Turns], rewriter: Builder) -> None:
     view, along, index = node.args
     if view.target not in _VIEWS or not isinstance(index, int):
         return
-    shape, x = shape_of(view), _source(view)
+    shape, x = shape_of(view), before_views(view)
     dim = along % len(shape) - 1
     if dim < 0 or not all(isinstance(n, int) for n in (*shape, *shape_of(x))):
         return

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fxpar.fusion.kernels.region_program import Ref, Statement, dtype_of
-from fxpar.sharding.op_facts import stated_facts
+
+CAST = "prims.convert_element_type.default"
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")
@@ -191,11 +192,9 @@ OPS: dict[str, ElementOp] = {
         lambda a, b, c, value=1: _products(a, b, c, "/", value)
     ),
     "prims.fma.default": _form("{0} * {1} + {2}"),
-    "prims.convert_element_type.default": ElementOp(lambda x, _: x),
+    CAST: ElementOp(lambda x, _: x),
     "aten.copy.default": ElementOp(lambda _, x: x),
 }
-
-CASTS = frozenset(op for op in OPS if stated_facts(op).get("casts"))
 
 # Reductions of a row -> the fill of a block's lanes beyond the row's end.
 SUMS = {
@@ -212,9 +211,7 @@ BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
 
 # Ops that do on bools the same as on numbers. Others would compute with the int1 of a
 # device, where True is -1.
-_ALIKE = frozenset(
-    {"aten.bitwise_not.default", "aten.copy.default"} | CASTS | set(_OF_BOOLS)
-)
+_ALIKE = frozenset({"aten.bitwise_not.default", "aten.copy.default", CAST, *_OF_BOOLS})
 _ROUNDED = {name: f"({{}}).to(tl.{name}).to(tl.float32)" for name in FLOATS[1:]}
 _WRAPPED = {name: f"({{}}).to(tl.{name}).to(tl.int64)" for name in INTS[1:]}
 
@@ -253,7 +250,7 @@ def expression(
     if any(not _is_plain(v) for v in kwargs.values()):
         raise LookupError(f"arguments of {line.op}")
     text = op.write(*args, **kwargs)
-    if line.op in CASTS and line.dtype in _ROUNDED:
+    if line.op == CAST and line.dtype in _ROUNDED:
         return _ROUNDED[line.dtype].format(text)
     return _WRAPPED[line.dtype].format(text) if line.dtype in _WRAPPED else text
 

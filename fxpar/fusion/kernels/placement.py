@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fxpar.fusion.kernels.expressions import BY_COLUMN, OPS, SUMS, kind_of
+from fxpar.fusion.kernels.expressions import BY_COLUMN, CAST, OPS, SUMS, kind_of
 from fxpar.fusion.kernels.region_program import (
     CannotEmit,
     Ref,
@@ -37,7 +37,7 @@ from fxpar.fusion.kernels.region_program import (
     contiguous,
     op_named,
 )
-from fxpar.sharding.op_facts import stated_facts
+from fxpar.sharding.op_facts import op_facts_of
 
 # Elements of a row that one block may hold.
 LONGEST = 16384
@@ -128,9 +128,6 @@ def space_of(program: RegionProgram) -> Space:
             raise CannotEmit(line.name, f"a row has {space.columns} elements")
         common = space
     return common or _space_of_outputs(program)
-
-
-CAST = "prims.convert_element_type.default"
 
 
 def reduction_of_output(program: RegionProgram, name: str) -> Statement | None:
@@ -249,7 +246,7 @@ VIEWS = frozenset(
 )
 # Views with their elements in the order of the operand's.
 SAME_ORDER = frozenset(
-    op for op in VIEWS if op == "getitem" or stated_facts(op).get("keeps_order")
+    op for op in VIEWS if op == "getitem" or op_facts_of(op_named(op)).keeps_order
 )
 
 

@@ -45,7 +45,7 @@ from fxpar.fusion.kernels.region_program import (
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes.normalize import random as _random  # noqa: F401
-from fxpar.sharding.op_facts import stated_facts
+from fxpar.sharding.op_facts import op_facts_of
 
 
 def interpret(
@@ -66,9 +66,10 @@ def interpret(
 
     for line, unread in zip(program.lines, last_read(program), strict=True):
         kwargs = {k: replaced(v, operand) for k, v in line.kwargs}
-        if stated_facts(line.op).get("constant"):  # made of no operand
+        op = op_of(line.op)
+        if op_facts_of(op).constant:  # made of no operand
             kwargs["device"] = device
-        values[line.name] = op_of(line.op)(*replaced(line.args, operand), **kwargs)
+        values[line.name] = op(*replaced(line.args, operand), **kwargs)
         for name in unread:
             del values[name]
     return results(program, values, inputs, into or {})

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import tensors_in
 from fxpar.fusion.kernels.emit import emit_body
-from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
+from fxpar.fusion.kernels.expressions import BY_COLUMN, CAST, SUMS, kind_of
 from fxpar.fusion.kernels.placement import (
-    CAST,
     KNOWN,
     LONGEST,
     SAME_ORDER,
@@ -45,7 +45,7 @@ from fxpar.fusion.kernels.region_program import (
     stages_of,
 )
 from fxpar.graph.builder import region_of
-from fxpar.sharding.cost.op import is_contraction, is_light, is_view, tensors_in
+from fxpar.sharding.cost.op import is_contraction, is_light, is_view
 from fxpar.sharding.op_facts import op_facts_of
 
 REGION = "fxpar.region.default"

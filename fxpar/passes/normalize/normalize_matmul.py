@@ -20,6 +20,7 @@ from torch import fx
 from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions
 from fxpar.graph.builder import Builder, shape_of
+from fxpar.sharding.factors import sides
 from fxpar.sharding.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -77,9 +78,7 @@ class _Contraction:
 
     def __init__(self, node: fx.Node, rewriter: Builder) -> None:
         self.node, self.rewriter = node, rewriter
-        left, right = op_facts_of(node.target).equation.split("->")
-        self.words: list[Words] = [side.split() for side in left.split(",")]
-        self.result: Words = right.split()
+        *self.words, self.result = sides(op_facts_of(node.target).equation)
         biased = node.target in (aten.addmm.default, aten.baddbmm.default)
         self.bias = node.args[0] if biased else None
         self.operands: list[fx.Node] = list(node.args[1:3] if biased else node.args[:2])

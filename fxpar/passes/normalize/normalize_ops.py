@@ -18,9 +18,10 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.objects import argument
 from fxpar._torch.symbols import expressions
-from fxpar.graph.builder import Builder, is_zeros, shape_of
+from fxpar.graph.builder import Builder, is_zeros, replace_items, shape_of
 from fxpar.passes.normalize.random import BY_INDEX
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.factors import sides
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import Op, Program
 
@@ -94,7 +95,7 @@ def _widen_dot(
     dot: fx.Node, parts: int, width: int, rewriter: Builder
 ) -> fx.Node | None:
     lhs, rhs, equation = dot.args
-    left, right, out = (part.split() for part in equation.replace("->", ",").split(","))
+    left, right, out = sides(equation)
     last = out[-1]
     if last not in right or last in left:
         return None
@@ -166,10 +167,8 @@ def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
             variance, mean = _two_pass(node, rewriter)
         if node.target is aten.var.correction:
             rewriter.replace(node, variance)
-            continue
-        for user in list(node.users):
-            rewriter.replace(user, (variance, mean)[user.args[1]])
-        rewriter.graph.erase_node(node)
+        else:
+            replace_items(node, (variance, mean))
 
 
 def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar._torch.objects import calls_where
+from fxpar._torch.objects import calls_where, tensors_in
 from fxpar.graph.builder import PROVENANCE, part_of
 from fxpar.layers import (
     RepeatedOps,
@@ -42,7 +42,7 @@ from fxpar.layers import (
     with_reads,
 )
 from fxpar.passes.order.delay_work import WAIT, is_chunk
-from fxpar.sharding.cost.op import bytes_of, is_view, tensors_in
+from fxpar.sharding.cost.op import bytes_of, is_view
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

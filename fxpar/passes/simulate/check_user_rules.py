@@ -39,7 +39,7 @@ from fxpar.sharding.program import Input, Op, Output, Signature, tensor_nodes, u
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.route import connect
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
+from fxpar.sharding.strategy import Strategy, fits, specs
 
 # A mesh, and a strategy of the op on it.
 Case = tuple[Mesh, Strategy]
@@ -96,9 +96,10 @@ class OneOp:
 
     def localized(self, strategy: Strategy, mesh: Mesh) -> fx.Graph:
         """Return the local graph under a strategy that needs no reshard."""
-        op, specs = self.program.ops[0], self.specs(strategy)
+        op = self.program.ops[0]
+        tensor_specs = specs(op.rule, strategy)
         settled = [Spec.whole(len(v.shape)) for v in self.program.values]
-        for v, spec in zip(op.tensors, specs, strict=True):
+        for v, spec in zip(op.tensors, tensor_specs, strict=True):
             settled[v] = spec
         n, signature = len(op.operands), self.program.signature
         program = replace(
@@ -106,11 +107,11 @@ class OneOp:
             signature=Signature(
                 tuple(
                     replace(x, at_rest=spec)
-                    for x, spec in zip(signature.inputs, specs[:n], strict=True)
+                    for x, spec in zip(signature.inputs, tensor_specs[:n], strict=True)
                 ),
                 tuple(
                     replace(x, at_rest=spec)
-                    for x, spec in zip(signature.outputs, specs[n:], strict=True)
+                    for x, spec in zip(signature.outputs, tensor_specs[n:], strict=True)
                 ),
             ),
         )
@@ -118,14 +119,6 @@ class OneOp:
         assert not edges.reshards, edges.reshards
         decision = Decision(program, mesh, (strategy,), tuple(settled), edges, ())
         return localize(insert_reshards(self.graph, decision), decision, self.mode)
-
-    def specs(self, strategy: Strategy) -> list[Spec]:
-        """Return the specs of operands, then of results."""
-        rule = self.program.ops[0].rule
-        specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
-        return specs + [
-            result_spec(rule, strategy, i) for i in range(len(rule.results))
-        ]
 
     def check(
         self,
@@ -139,15 +132,14 @@ class OneOp:
         local = self.localized(strategy, mesh)
         if any(x.is_meta for x in self.operands):
             return  # no kernel: localizing has compared the shapes
-        specs = self.specs(strategy)
-        n = len(self.operands)
+        n, tensor_specs = len(self.operands), specs(self.program.ops[0].rule, strategy)
         parts = [
             scatter(x.clone(), spec, mesh, partial(decomposed, generator=generator))
-            for x, spec in zip(self.operands, specs[:n], strict=True)
+            for x, spec in zip(self.operands, tensor_specs[:n], strict=True)
         ]
         ranks = [[part[r] for part in parts] for r in range(mesh.size)]
         outs = run_lockstep(local, mesh, ranks)
-        for i, spec in enumerate(specs[n:]):
+        for i, spec in enumerate(tensor_specs[n:]):
             if expected is None:
                 value = self.program.values[self.program.ops[0].results[i]]
                 for rank, out in enumerate(outs):

@@ -24,13 +24,14 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar._torch.fake import is_data_dependent
+from fxpar._torch.objects import tensors_in
 from fxpar.errors import PlanError
 from fxpar.graph import exact_ops
 from fxpar.graph import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
 from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
-from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
+from fxpar.sharding.cost.op import bytes_of, nbytes_of
 from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Collective

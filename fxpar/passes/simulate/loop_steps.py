@@ -26,7 +26,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
 from fxpar.errors import PlanError
-from fxpar.graph.builder import Builder, copy_of, value_of
+from fxpar.graph.builder import Builder, copy_of, replace_items, value_of
 from fxpar.graph.graph_bodies import bodies_of, body_of, module_of, new_body
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import tensors_of
@@ -194,11 +194,7 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
             continue
         with graph.inserting_before(node), build.at(node):
             results = _steps(build, node)
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
+        replace_items(node, results)
     graph.lint()
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._torch.objects import tensors_in
 from fxpar._torch.symbols import hint_numel
 from fxpar.sharding.cost.hardware_table import NO_DIMS, ProductDims
 from fxpar.sharding.cost.op import (
@@ -41,7 +42,6 @@ from fxpar.sharding.cost.op import (
     is_view,
     light_operations,
     nbytes_of,
-    tensors_in,
 )
 from fxpar.sharding.op_facts import OpFacts, op_facts_of
 

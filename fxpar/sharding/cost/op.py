@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
+from fxpar._torch.objects import argument, tensors_in
 from fxpar._torch.symbols import hint_numel, hint_shape
 from fxpar.sharding.cost.hardware_table import NO_DIMS, Hardware, ProductDims
 from fxpar.sharding.cost.visible_pairs import (
@@ -28,6 +29,7 @@ from fxpar.sharding.cost.visible_pairs import (
     seen_share,
     sequence_dim,
 )
+from fxpar.sharding.factors import sides
 from fxpar.sharding.op_facts import OpFacts, op_facts_of
 from fxpar.sharding.program import tensors_at
 
@@ -50,20 +52,8 @@ _FEW, _MANY = 64, 8192
 _ATTENTION = (4.0, 10.0)
 
 
-# Which argument of a convolution says whether it is transposed.
-_TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
-
 # Sizes of the dims of several tensors.
 Shapes = Sequence[Sequence[float]]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a node's value."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [v for v in value if isinstance(v, torch.Tensor)]
-    return []
 
 
 def nbytes_of(value: torch.Tensor) -> int:
@@ -137,7 +127,7 @@ def dims_of(node: fx.Node, shapes: Shapes | None = None) -> ProductDims:
     target = node.target
     shapes = _traced_shapes(node) if shapes is None else shapes
     if _name(target) == _DOT:
-        left, right, result = _words(node)
+        left, right, result = sides(node.args[2])
         return dims_of_factors(left, right, result, _sizes(node, shapes))
     first = op_facts_of(target).product
     if first is not None:
@@ -184,23 +174,17 @@ def _convolved(node: fx.Node, shapes: Shapes) -> Shapes:
     """Return shapes of the tensor with a point for each window, of the one that windows
     slide over, and of the weight; for a transposed convolution the first is its
     input."""
-    target, transposed = node.target, _TRANSPOSED.get(node.target)
-    result_first = shapes[:3] if _is_backward(target) else (shapes[-1], *shapes[:2])
+    backward = _is_backward(node.target)
+    result_first = shapes[:3] if backward else (shapes[-1], *shapes[:2])
     windows, rows, weight = result_first
-    if transposed is not None and node.args[transposed]:
+    if argument(node, "transposed"):
         windows, rows = rows, windows
     return windows, rows, weight
 
 
-def _words(node: fx.Node) -> list[list[str]]:
-    """Return the factors of both operands and of the result of ``fxpar::dot``."""
-    left, right = node.args[2].split("->")
-    return [word.split() for word in (*left.split(","), right)]
-
-
 def _sizes(node: fx.Node, shapes: Shapes) -> dict[str, float]:
     size: dict[str, float] = {}
-    for word, shape in zip(_words(node), shapes[:2], strict=False):
+    for word, shape in zip(sides(node.args[2]), shapes[:2], strict=False):
         size.update(zip(word, shape, strict=True))
     return size
 

@@ -16,14 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    is_light,
-    is_pointwise,
-    is_view,
-    tensors_in,
-    viewed,
-)
+from fxpar._torch.objects import tensors_in
+from fxpar.sharding.cost.op import bytes_of, is_light, is_pointwise, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import ancestors, depending_on_tangents
 

@@ -41,7 +41,6 @@ from fxpar.sharding.factors import Gathered, Rule
 from fxpar.sharding.op_facts import BIASES
 from fxpar.sharding.op_table import (
     Row,
-    Word,
     align,
     keys,
     make,
@@ -70,7 +69,7 @@ class Heads:
     value: list[str]
     # A word per dim of the output.
     out: list[str]
-    # Of [batch, query heads, queries, keys].
+    # Of [batch, query heads, queries, keys], without a batch in packed documents.
     scores: list[str]
     # Sizes of the scores' dims.
     sizes: list[int]
@@ -88,11 +87,11 @@ class Heads:
 
     @property
     def has_split_keys(self) -> bool:
-        return not self.scores[3].endswith("!")
+        return not self.scores[-1].endswith("!")
 
     @property
     def logsumexp(self) -> list[str]:
-        return self.scores[:3]
+        return self.scores[:-1]
 
     @property
     def padded(self) -> list[str]:
@@ -134,28 +133,30 @@ def heads_of(
     queries: bool = False,
     keys: bool = False,
     masked: bool = False,
+    batch: Sequence[str] = ("b",),
 ) -> Heads | None:
-    """Return the words of a call; None if it does not have four dims, or heads that
-    divide. ``seq_first``: tensors are [batch, sequence, heads, dim]; ``queries``,
-    ``keys``: whether they may be split along the sequence; ``masked``: whether there is
-    a mask."""
-    h, s = (2, 1) if seq_first else (1, 2)
-    if q.dim() != 4 or q.shape[h] % k.shape[h]:
+    """Return the words of a call; None if it does not have three dims after ``batch``,
+    or heads that divide. ``seq_first``: tensors are [batch, sequence, heads, dim];
+    ``queries``, ``keys``: whether they may be split along the sequence; ``masked``:
+    whether there is a mask."""
+    h, s = (-2, -3) if seq_first else (-3, -2)
+    if {q.dim(), k.dim()} != {len(batch) + 3} or q.shape[h] % k.shape[h]:
         return None
     groups = int(q.shape[h] // k.shape[h])
     heads = "(h g)" if groups > 1 else "h"
     places, seen = "s" if queries else "s!", "t" if keys else "t!"
 
     def words(head: str, place: str, last: str) -> list[str]:
-        return ["b", place, head, last] if seq_first else ["b", head, place, last]
+        rows = [place, head] if seq_first else [head, place]
+        return [*batch, *rows, last]
 
     return Heads(
         query=words(heads, places, "d!"),
         key=words("h", seen, "d!"),
         value=words("h", seen, "e!"),
         out=words(heads, places, "e!"),
-        scores=["b", heads, places, seen],
-        sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
+        scores=[*batch, heads, places, seen],
+        sizes=[*q.shape[:-3], q.shape[h], q.shape[s], k.shape[s]],
         groups=groups,
         masked=masked,
     )
@@ -348,9 +349,8 @@ def _row(
 
 # torch.nn.attention: flex_attention, and documents packed in one dim
 
-# Words of several tensors, and of one.
+# Words of several tensors.
 Names = list[list[str]]
-Words = list[Word]
 
 
 def _captured(*groups: Sequence[Any]) -> Names:
@@ -398,8 +398,8 @@ def _words_of(
     """Return words of a call, and of the tensors of its mask; queries and keys are
     split in blocks of the mask if it has several. None where words do not fit."""
     query_blocks, key_blocks = _in_blocks(q, k, mask)
-    splits = {"queries": query_blocks is not None, "keys": key_blocks is not None}
-    heads = heads_of(q, k, **splits, masked=True)
+    queries, keys = query_blocks is not None, key_blocks is not None
+    heads = heads_of(q, k, queries=queries, keys=keys, masked=True)
     if heads is None:
         return None
     if k.shape[0] != q.shape[0]:  # a batch of one key serves all queries
@@ -447,32 +447,18 @@ def _flex_backward(
     return heads.rule(*operands, *captured_dims, results=results)
 
 
-def _varlen_words(
+def _of_documents(
     q: torch.Tensor,
     k: torch.Tensor,
     starts_k: torch.Tensor | None,
     window: Sequence[int] | None,
-) -> tuple[Words, Words, Words, Words, Words, dict[str, int]] | None:
-    """Return words of queries, keys, values, output and log-sum-exp, and sizes of
-    factors. None where tensors are not [tokens, heads, features]."""
-    if q.dim() != 3 or k.dim() != 3 or q.shape[1] % k.shape[1]:
-        return None
-    shared = int(q.shape[1] // k.shape[1])
-    heads: Word = ("h", "g") if shared > 1 else "h"
-    sizes = {"h": int(k.shape[1]), "g": shared} if shared > 1 else {}
+) -> Heads | None:
+    """Return the words of a call. None where tensors are not [tokens, heads,
+    features]."""
     left, right = window or (-1, -1)
-    splits = starts_k is not None and (right >= 0 or left == right == -1)
-    queries = "s" if splits else "s!"
-    keys = "t" if splits and left == -1 and right <= 0 else "t!"
-    out, logsumexp = [queries, heads, "e!"], [heads, queries, "~t"]
-    return (
-        [queries, heads, "d!"],
-        [keys, "h", "d!"],
-        [keys, "h", "e!"],
-        out,
-        logsumexp,
-        sizes,
-    )
+    queries = starts_k is not None and (right >= 0 or left == right == -1)
+    keys = queries and left == -1 and right <= 0
+    return heads_of(q, k, seq_first=True, queries=queries, keys=keys, batch=())
 
 
 def _varlen(
@@ -489,18 +475,13 @@ def _varlen(
     *settings: Any,
     **rest: Any,
 ) -> Rule | None:
-    words = _varlen_words(q, k, starts_k, window)
+    heads = _of_documents(q, k, starts_k, window)
     paged = [x for x in (*settings, *rest.values()) if isinstance(x, torch.Tensor)]
-    if words is None or paged:
+    if heads is None or paged:
         return None
-    query, key, value, out, logsumexp, sizes = words
-    starts = _captured((starts_q, starts_k))
-    operands: list[Sequence[Word]] = [query, key, value, *starts]
-    state: Words = ["_", "~s", "~t", *(f"~{name}" for name in sizes or "h")]
-    rule = make(operands, [out, logsumexp, state], sizes)
-    has_split_keys = "t!" not in key
-    weights = Gathered("t", len(operands) + 1)
-    return replace(rule, gathered=(weights,)) if has_split_keys else rule
+    operands = [*heads.inputs, *_captured((starts_q, starts_k))]
+    results = [heads.out, [*heads.logsumexp, "~t"], FURTHER]
+    return heads.forward(*operands, results=results)
 
 
 def _varlen_backward(
@@ -519,13 +500,12 @@ def _varlen_backward(
     scale: float | None = None,
     window: Sequence[int] | None = None,
 ) -> Rule | None:
-    words = _varlen_words(q, k, starts_k, window)
-    if words is None:
+    heads = _of_documents(q, k, starts_k, window)
+    if heads is None:
         return None
-    query, key, value, out, logsumexp, sizes = words
-    operands: list[Sequence[Word]] = [out, query, key, value, out, logsumexp[:2]]
+    operands = [heads.out, *heads.inputs, heads.out, heads.logsumexp]
     operands += _captured((starts_q, starts_k, state))
-    return make(operands, [query, key, value], sizes)
+    return heads.rule(*operands, results=heads.inputs)
 
 
 _FLEX: dict[str, Any] = {

@@ -289,7 +289,7 @@ def _summed(
     build, like = call.build, weight.meta["val"]
     part = part_of(call, 0, indices)
     assert part is not None
-    dtype = torch.float32 if like.dtype.itemsize < 4 else like.dtype
+    dtype = torch.promote_types(like.dtype, torch.float32)
     bags, columns = call.local_shape()
     rows = build.cast(rows_at(call, part.rows_of(weight), 0, part.read()), dtype)
     read = build.call(aten.bitwise_and.Tensor, counted, part.inside)

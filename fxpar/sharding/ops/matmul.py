@@ -298,19 +298,17 @@ def _local_grouped_mm(
 _OF_EXPERTS: dict[str, Any] = {"local": form_of_feature, "facts": "replaced"}
 
 ROWS = {
-    **rows(
-        "mm", MM, linear="0|1", product=0, equation="m k, k n -> m n", facts="by_row"
-    ),
+    **rows("mm", MM, linear="0|1", product=0, equation=MM, facts="by_row"),
     **rows("mm.dtype", MM, linear="0|1", product=0, facts="by_row"),
     **rows("_int_mm", MM, linear="0|1"),
-    **rows("bmm", BMM, linear="0|1", product=0, equation="b m k, b k n -> b m n"),
+    **rows("bmm", BMM, linear="0|1", product=0, equation=BMM),
     **rows("bmm.dtype", BMM, linear="0|1", product=0),
     **rows(
         "addmm",
         _biased("m k!", "k! n", "m n"),
         linear=BIASED,
         product=1,
-        equation="m k, k n -> m n",
+        equation=MM,
     ),
     **rows("addmm.dtype", _biased("m k!", "k! n", "m n"), linear=BIASED, product=1),
     **rows("_addmm_activation", _biased("m k!", "k! n", "m n")),
@@ -319,7 +317,7 @@ ROWS = {
         _biased("b m k!", "b k! n", "b m n"),
         linear=BIASED,
         product=1,
-        equation="b m k, b k n -> b m n",
+        equation=BMM,
     ),
     **rows("baddbmm.dtype", None, product=1),
     **rows("addbmm", _biased("b! m k!", "b! k! n", "m n"), linear=BIASED),

@@ -46,6 +46,7 @@ from fxpar.sharding.factors import (
     RowMoves,
     RowPiece,
     Rule,
+    sides,
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import COLLECTIVE, group_axes_of
@@ -253,9 +254,7 @@ def emit_dot(
 ) -> fx.Node:
     """Append the views and the product; return the result in the equation's order.
     ``shapes``: of the operands, where their fake values do not have them."""
-    operands, _, result = equation.partition("->")
-    left, right = (part.split() for part in operands.split(","))
-    out = result.split()
+    left, right, out = sides(equation)
     of_left, of_right = shapes or (lhs.meta["val"].shape, rhs.meta["val"].shape)
     size: dict[str, Size] = dict(zip(left, of_left, strict=True))
     size.update(zip(right, of_right, strict=True))

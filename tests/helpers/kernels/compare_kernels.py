@@ -15,8 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.expressions import CASTS
-from fxpar.fusion.kernels.placement import CAST
+from fxpar.fusion.kernels.expressions import CAST
 from fxpar.fusion.kernels.region_program import (
     Outline,
     Ref,
@@ -188,7 +187,7 @@ def widened(program: RegionProgram, dtype: str) -> RegionProgram:
     wide = in_dtype(in_dtype(program, "bfloat16", dtype), "float32", dtype)
     lines: list[Statement] = []
     for old, line in zip(program.lines, wide.lines, strict=True):
-        if old.op not in CASTS or old.dtype != "bfloat16":
+        if old.op != CAST or old.dtype != "bfloat16":
             lines.append(line)
             continue
         rounded = f"{line.name}_rounded"
