@@ -176,8 +176,7 @@ def _held(line: Timeline, state: JointState) -> int:
     if state.request.pipeline is not None:
         return line.peak_bytes
     signature = state.decided.program.signature
-    inputs = state.graph.find_nodes(op="placeholder")
-    return line.peak_bytes + sum(optimizer_bytes(inputs, signature).values())
+    return line.peak_bytes + sum(optimizer_bytes(state.graph, signature).values())
 
 
 def _options(state: JointState) -> SearchOptions:

@@ -90,7 +90,7 @@ def layer_rows(
             row.at_rest += buffer.nbytes
         else:
             row.activations += buffer.nbytes
-    state = optimizer_bytes(graph.find_nodes(op="placeholder"), signature)
+    state = optimizer_bytes(graph, signature)
     for node, nbytes in state.items():
         _row_of(rows, _path(node, paths)).at_rest += nbytes
     return sorted(rows.values(), key=lambda row: row.name == _OTHER)

@@ -42,7 +42,7 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.propagate.conventions import batch_axes, batch_inputs
 from fxpar.sharding.refine_mesh import head_counts, refine, rounded
 from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
-from fxpar.sharding.search.memory_constraints import Entry
+from fxpar.sharding.search.memory_constraints import Entry, entries
 from fxpar.sharding.search.price_stages import (
     StagedStep,
     estimate_stages,
@@ -56,11 +56,7 @@ from fxpar.sharding.search.run_search import (
     is_large,
     nearest,
 )
-from fxpar.sharding.search.too_large import (
-    least_held,
-    nothing_fits,
-    whole_entries,
-)
+from fxpar.sharding.search.too_large import least_held, nothing_fits
 from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver import work_clock
 from fxpar.sharding.solver.message_passing import warm
@@ -120,15 +116,12 @@ class Subject:
     @cached_property
     def live(self) -> list[Entry]:
         """Return the tensors in memory and when they live, for the whole batch."""
-        keep = not self.request.options.reshard_after_forward
-        return whole_entries(self.program, keep_gathered=keep)
+        return entries(self.program, kernels_of(self.program))
 
     @cached_property
     def arithmetic(self) -> float:
         """Return the least seconds of the arithmetic of a step on one device."""
-        keep = not self.request.options.reshard_after_forward
-        gathered = () if keep else self.program.gathered_again
-        works = kernels_of(self.program, gathered).works
+        works = kernels_of(self.program).works
         hardware = self.options.hardware
         flops = [(w, hardware.peak(w.dtype, w.family)) for w in works]
         return sum(w.flops / (x.flops * x.efficiency) for w, x in flops if w.flops)

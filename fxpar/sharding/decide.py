@@ -221,17 +221,8 @@ def decide_on(
             program, mesh, hints, constraints, mode=options, hardware=hardware
         )
     seeds = _seeds_by_value(program, mesh, hints)
-    keep_gathered = not request.options.reshard_after_forward
     with work_clock.within(options.seconds):
-        result = search(
-            program,
-            mesh,
-            options,
-            seeds,
-            keep_gathered=keep_gathered,
-            before=before,
-            parts=parts,
-        )
+        result = search(program, mesh, options, seeds, before=before, parts=parts)
         notes = [str(result)]
         if not options.equal_layers and result.solution.gap > _POOR:
             notes.append(

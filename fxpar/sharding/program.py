@@ -222,6 +222,8 @@ class Program:
     # Whether a schedule will be chosen, which may let ranks swap queries of causal
     # attention, so that all compute equally much.
     balances: bool = False
+    # Whether what is gathered of parameters for the forward is kept for the backward.
+    keeps_gathered: bool = False
     # What ``kernels_of`` has returned; where ops or sizes change, one begins anew.
     kernel_cache: dict[Any, Any] = field(default_factory=dict)
 
@@ -310,6 +312,11 @@ class Program:
                 first = of
         still_there = last & (first or frozenset())
         return frozenset(v for v, of in roots.items() if still_there.isdisjoint(of))
+
+    @cached_property
+    def gathered_twice(self) -> frozenset[int]:
+        """Return the values that forward and backward each gather for themselves."""
+        return frozenset() if self.keeps_gathered else self.gathered_again
 
     def named(self, name: str) -> int | None:
         """Return the index of the value with this name; None if there is none."""

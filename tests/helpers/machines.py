@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
+from fxpar.sharding.mesh import Link, Mesh
 
 
 def machine() -> Hardware:
@@ -22,6 +25,16 @@ def machine() -> Hardware:
         light=(),
         beside=0.85,
     )
+
+
+def collective_seconds(
+    kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: float
+) -> float:
+    """Of one collective over axes of these sizes and links."""
+    axes = tuple((f"x{i}", n) for i, n in enumerate(sizes))
+    mesh = Mesh(axes, tuple(links))
+    seconds: float = along(kind, mesh, mesh.names).seconds(nbytes)
+    return seconds
 
 
 def products_alone(hardware: Hardware) -> Hardware:

@@ -22,6 +22,7 @@ from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, ProductDims, lookup
 from fxpar.sharding.mesh import Link, Mesh
+from tests.helpers.machines import collective_seconds
 from tests.helpers.spawn import shared_pool
 
 NOISE = np.random.default_rng(0)
@@ -52,15 +53,14 @@ def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
     """Of one size of groups, what a collective costs at all counts as latency."""
     true = Link(2e9, 3e-5, overhead=2e-4)
     points = [
-        (n, 4.0**i, noisy(collectives.seconds(kind, (n,), (true,), 4.0**i)))
+        (n, 4.0**i, noisy(collective_seconds(kind, (n,), (true,), 4.0**i)))
         for n in sizes
         for i in range(4, 14)
     ]
     found = probe_device.fit_collective(kind, points)
-    link = Link(found.bandwidth, found.latency, found.overhead)
     assert found.bandwidth == pytest.approx(2e9, rel=0.15)
     for n, nbytes, seconds in points:
-        predicted = collectives.seconds(kind, (n,), (link,), nbytes)
+        predicted = collective_seconds(kind, (n,), (found,), nbytes)
         assert predicted == pytest.approx(seconds, rel=0.3)
     if len(sizes) == 1:
         assert found.overhead == 0.0
@@ -72,7 +72,7 @@ def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
 def test_one_outlier_does_not_decide() -> None:
     true = Link(2e9, 1e-4, 0.0)
     points = [
-        (2, 4.0**i, collectives.seconds("all_reduce", (2,), (true,), 4.0**i))
+        (2, 4.0**i, collective_seconds("all_reduce", (2,), (true,), 4.0**i))
         for i in range(4, 14)
     ]
     points[-3] = (2, points[-3][1], 2 * points[-3][2])

@@ -16,10 +16,10 @@ from fxpar.config import Options
 from fxpar.runtime.calibrate import measure
 from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost import hardware_table
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, lookup
+from fxpar.sharding.cost.hardware_table import Hardware, Level, lookup, of_kind
 from tests.helpers.spawn import shared_pool
 
-LEVEL = Level(8, 2e11, 1e-6, 5e-6, kinds=(("all_gather", Measured(0.0, 2e-6, 1e11)),))
+LEVEL = Level(8, 2e11, 1e-6, 5e-6, kinds=(("all_gather", of_kind(0.0, 2e-6, 1e11)),))
 GPU = "NVIDIA H100 80GB HBM3"
 H100 = lookup("h100")
 

@@ -11,9 +11,10 @@ import pytest
 
 from fxpar.sharding import mesh as meshes
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.collectives import KINDS, along, bound, message, seconds
+from fxpar.sharding.cost.collectives import KINDS, along, bound, message
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
+from tests.helpers.machines import collective_seconds as seconds
 
 Link = functools.partial(meshes.Link, overhead=0.0)
 

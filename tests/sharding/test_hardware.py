@@ -20,10 +20,10 @@ from fxpar.sharding.cost.hardware_table import (
     BUILT_IN,
     Hardware,
     Level,
-    Measured,
     Peak,
     ProductDims,
     lookup,
+    of_kind,
 )
 from fxpar.sharding.mesh import Link, Mesh
 from tests.helpers.machines import products_alone
@@ -233,7 +233,7 @@ def test_one_unlimited_level_serves_every_axis() -> None:
 
 
 def test_single_kinds_have_links_of_their_own() -> None:
-    kinds = (("permute", Measured(1e-3, 2e-3, 4e9)),)
+    kinds = (("permute", of_kind(1e-3, 2e-3, 4e9)),)
     levels = (Level(2, 1e10, 1e-5), Level(0, 8e9, 1e-4, shared=True, kinds=kinds))
     few = dataclasses.replace(lookup("cpu"), levels=levels)
     network = few.on(Mesh.parse("dp=2,tp=2")).link("dp")
@@ -248,7 +248,7 @@ def test_links_are_hashed_cheaply_and_compared_fully() -> None:
 
 @pytest.mark.parametrize("built_in", BUILT_IN, ids=lambda h: h.name)
 def test_files_round_trip(built_in: Hardware, tmp_path: Path) -> None:
-    kinds = (("all_reduce", Measured(1e-5, 1e-6, 1e9)),)
+    kinds = (("all_reduce", of_kind(1e-5, 1e-6, 1e9)),)
     levels = (dataclasses.replace(built_in.levels[0], kinds=kinds),)
     changed = dataclasses.replace(
         built_in,

@@ -32,6 +32,7 @@ from functools import cached_property
 from torch import fx
 
 from fxpar._torch import fake
+from fxpar._torch.objects import tensors_in
 from fxpar.graph.pipeline_ops import OF_STAGES
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import DEFAULT, Settings
@@ -40,7 +41,7 @@ from fxpar.passes.simulate.launches import launches_of
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import bytes_of, tensors_in
+from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh, axis_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.pipeline_axis import pipeline_axis
@@ -156,18 +157,16 @@ def by_kind(
     total = dict.fromkeys(MEMORY_KINDS, 0)
     for buffer, kind in kinds_at_peak(graph, signature, launches).items():
         total[kind] += buffer.nbytes
-    state = optimizer_bytes(graph.find_nodes(op="placeholder"), signature)
+    state = optimizer_bytes(graph, signature)
     total["optimizer state"] = sum(state.values())
     return tuple((kind, size) for kind, size in total.items() if size)
 
 
-def optimizer_bytes(
-    inputs: Sequence[fx.Node], signature: Signature
-) -> dict[fx.Node, int]:
-    """Map each parameter that has a gradient to the bytes of its optimizer state,
-    ``memory_constraints.MOMENTS`` times its own. ``inputs``: placeholders of a local
-    graph."""
+def optimizer_bytes(graph: fx.Graph, signature: Signature) -> dict[fx.Node, int]:
+    """Map each parameter of a local graph that has a gradient to the bytes of its
+    optimizer state, ``memory_constraints.MOMENTS`` times its own."""
     of = {out.of for out in signature.outputs if out.kind == "gradient"}
+    inputs = graph.find_nodes(op="placeholder")
     pairs = enumerate(zip(inputs, signature.inputs, strict=True))
     return {
         node: MOMENTS * bytes_of(node)

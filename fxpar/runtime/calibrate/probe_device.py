@@ -27,9 +27,9 @@ from fxpar import _torch
 from fxpar.errors import warn
 from fxpar.passes.normalize import random
 from fxpar.runtime.ranks import groups, meeting, worlds
-from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.hardware_table import Hardware, Measured, Peak, ProductDims
-from fxpar.sharding.mesh import Link
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import Hardware, Peak, ProductDims, of_kind
+from fxpar.sharding.mesh import Link, Mesh
 
 aten = torch.ops.aten
 
@@ -490,15 +490,18 @@ def fit_peak(points: Sequence[ContractionPoint]) -> Peak:
     return peak_of(fit(model, [*start, least_outer, least_contracted], seconds))
 
 
-def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
+def fit_collective(kind: str, points: Sequence[Point]) -> Link:
     """Return overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
     collectives. Groups of one size do not separate overhead from latency: it is 0
     then."""
     count, nbytes, seconds = np.array(points).T
-    steps, sent_share = (
-        np.array([collectives.seconds(kind, (int(n),), (link,), size) for n in count])
-        for link, size in ((Link(math.inf, 1.0), 0.0), (Link(1.0, 0.0), 1.0))
-    )
+
+    def of_groups(link: Link, size: float) -> np.ndarray:
+        meshes = (Mesh((("x", int(n)),), (link,)) for n in count)
+        return np.array([along(kind, m, m.names).seconds(size) for m in meshes])
+
+    steps = of_groups(Link(math.inf, 1.0), 0.0)
+    sent_share = of_groups(Link(1.0, 0.0), 1.0)
     several = len(set(count)) > 1
 
     def model(p: np.ndarray) -> np.ndarray:
@@ -511,7 +514,7 @@ def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
         float(seconds.min()),
     ]
     fitted = fit(model, start[: 3 if several else 2], seconds)
-    return Measured(fitted[2] if several else 0.0, fitted[0], fitted[1])
+    return of_kind(fitted[2] if several else 0.0, fitted[0], fitted[1])
 
 
 def fit(

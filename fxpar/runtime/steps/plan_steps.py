@@ -160,7 +160,9 @@ def _searchable(request: Request) -> Request:
 
 def _program(state: JointState) -> Program:
     """Return the program of the graph; open sizes are those it was traced with."""
+    keeps_gathered = not state.request.options.reshard_after_forward
     program = read(state.at_hints, state.request.as_planned)
+    program = replace(program, keeps_gathered=keeps_gathered)
     if state.request.pipeline is not None:
         return split_evenly(program)
     chooses_verbs = can_choose_schedule(state.request) and not state.open

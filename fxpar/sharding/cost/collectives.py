@@ -77,16 +77,6 @@ class Curve:
         return min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
 
 
-def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any) -> Any:
-    """Return the seconds of one collective over axes of these sizes and links, in mesh
-    order.
-
-    ``nbytes``: on each rank before it; a number or an array. Raises KeyError on a kind
-    that is not in ``KINDS``.
-    """
-    return _curve(kind, _stages(tuple(sizes), tuple(links))).seconds(nbytes)
-
-
 @lru_cache(maxsize=1 << 14)
 def along(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Curve:
     """Return the curve of a collective along axes, or parts of axes, of a mesh.
@@ -149,14 +139,6 @@ def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
             ranks = ranks_left
         ranks_left //= ranks
         yield Stage(ranks, stage.link)
-
-
-@lru_cache(maxsize=1 << 12)
-def _stages(sizes: tuple[int, ...], links: tuple[Link, ...]) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
-    for size, link in zip(reversed(sizes), reversed(links), strict=True):
-        stages += _levels(size, link)
-    return _merged(stages)
 
 
 def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:

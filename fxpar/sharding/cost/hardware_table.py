@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fxpar.cache_files import write_asked
 from fxpar.config import nearest
@@ -80,17 +80,10 @@ class Peak:
         return self.flops * self.efficiency * full
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Holds figures of one kind of collective on one level, where they differ from the
-    level's."""
-
-    # Seconds per collective.
-    overhead: float
-    # Seconds from rank to rank.
-    latency: float
-    # Bytes/s that one device sends, or all of a unit, if ``Level.shared``.
-    bandwidth: float
+def of_kind(overhead: float, latency: float, bandwidth: float) -> Link:
+    """Return the figures of one kind of collective on one level, where they differ from
+    the level's."""
+    return Link(bandwidth, latency, overhead)
 
 
 @dataclass(frozen=True)
@@ -109,8 +102,8 @@ class Level:
     shared: bool = False
     # See ``mesh.Link``.
     tree: bool = False
-    # (kind of collective, figures measured of it).
-    kinds: tuple[tuple[str, Measured], ...] = ()
+    # (kind of collective, figures measured of it: ``of_kind``).
+    kinds: tuple[tuple[str, Link], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,8 +260,8 @@ class Hardware:
         self, level: Level, sharing: int, inner_ranks: int, inner: Link | None
     ) -> Link:
         kinds = tuple(
-            (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
-            for kind, m in level.kinds
+            (kind, replace(own, bandwidth=own.bandwidth / sharing, tree=level.tree))
+            for kind, own in level.kinds
         )
         return Link(
             level.bandwidth / sharing,
@@ -293,11 +286,16 @@ class Hardware:
         """Return the figures as ``read_figures`` takes them, also from JSON."""
         data = asdict(self)
         data["peaks"] = dict(data["peaks"])
-        data["levels"] = [
-            level | {"kinds": dict(level["kinds"])} for level in data["levels"]
-        ]
+        for level in data["levels"]:
+            level["kinds"] = {
+                kind: {name: own[name] for name in _OF_KIND}
+                for kind, own in level["kinds"]
+            }
         return data
 
+
+# Figures that ``of_kind`` takes.
+_OF_KIND = ("overhead", "latency", "bandwidth")
 
 # No cache holds this many times the bytes of the last entry of ``near``.
 _FAR = 4.0
@@ -305,17 +303,17 @@ _FAR = 4.0
 _INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
 
 
-def scaled(level: Level, latency: float, bandwidth: float) -> Level:
+Figures = TypeVar("Figures", Level, Link)
+
+
+def scaled(x: Figures, latency: float, bandwidth: float) -> Figures:
     """Return a level of the network with so many times the latency and bandwidth."""
-
-    def measured(x: Level | Measured) -> Measured:
-        own = x.overhead * latency, x.latency * latency, x.bandwidth * bandwidth
-        return Measured(*own)
-
     return replace(
-        level,
-        **asdict(measured(level)),
-        kinds=tuple((kind, measured(x)) for kind, x in level.kinds),
+        x,
+        overhead=x.overhead * latency,
+        latency=x.latency * latency,
+        bandwidth=x.bandwidth * bandwidth,
+        kinds=tuple((kind, scaled(own, latency, bandwidth)) for kind, own in x.kinds),
     )
 
 
@@ -394,7 +392,7 @@ def _check_figure(name: str, value: Any, *, over: bool) -> None:
 
 
 def _level(entry: Mapping[str, Any]) -> Level:
-    kinds = tuple((kind, Measured(**m)) for kind, m in entry["kinds"].items())
+    kinds = tuple((kind, of_kind(**m)) for kind, m in entry["kinds"].items())
     return Level(**{**entry, "kinds": kinds})
 
 
@@ -576,11 +574,11 @@ _GLOO = Level(
     1.5e-4,
     1.8e-4,
     kinds=(
-        ("all_reduce", Measured(1.8e-4, 1.5e-4, 1.8e9)),
-        ("all_gather", Measured(1.2e-4, 2e-4, 1e9)),
-        ("reduce_scatter", Measured(1.2e-4, 2.4e-4, 9.2e8)),
-        ("all_to_all", Measured(7e-5, 1.3e-4, 1.3e9)),
-        ("permute", Measured(1.2e-4, 1.7e-4, 1.6e9)),
+        ("all_reduce", of_kind(1.8e-4, 1.5e-4, 1.8e9)),
+        ("all_gather", of_kind(1.2e-4, 2e-4, 1e9)),
+        ("reduce_scatter", of_kind(1.2e-4, 2.4e-4, 9.2e8)),
+        ("all_to_all", of_kind(7e-5, 1.3e-4, 1.3e9)),
+        ("permute", of_kind(1.2e-4, 1.7e-4, 1.6e9)),
     ),
 )
 

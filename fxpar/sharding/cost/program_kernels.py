@@ -81,8 +81,8 @@ class Work:
     balances: bool = False
     # Flops of the pairs that the causal mask of an attention hides.
     hidden_flops: float = 0.0
-    # (class in ``Hardware.light``, operations on elements) of a light op; twice those
-    # if the backward computes it again.
+    # (class in ``Hardware.light``, operations for each point it runs over) of a light
+    # op; twice those if the backward computes it again.
     light: tuple[str, float] = ("", 0.0)
 
 
@@ -99,13 +99,12 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     sends = op.rule.sends
     messages = shift_messages.seconds(op, strategy, mesh) if sends else 0.0
     if not work.flops:
-        sizes = list(map(math.prod, work.shapes))
+        sizes = map(math.prod, work.shapes)
         points = max((n * share(i) for i, n in enumerate(sizes)), default=0.0)
         streamed, (kind, operations) = on.streaming(nbytes), work.light
         rate = dict(on.light).get(kind)
         if rate is not None:
-            operations *= points / max((1, *sizes))
-            return max(streamed, operations / rate) + messages
+            return max(streamed, operations * points / rate) + messages
         # Registers are not free either: else values in a kernel would be left whole.
         return streamed + points / on.peak("float32").flops + messages
     pinned = dict(op.rule.pinned)  # ops inside a region count their own part
@@ -131,8 +130,6 @@ def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
         return mesh.count(axes)
     if shard_sizes.has_shares(mesh, axes):
         return rows / (_slowest_rows(rows, mesh, axes) or 1)
-    if shard_sizes.is_even(rows, mesh, axes):
-        return mesh.count(axes)
     return rows / shard_sizes.largest(rows, mesh, axes)
 
 
@@ -180,7 +177,7 @@ def work_of(
     light = "", 0.0
     if is_light(op.target):
         facts, points = op_facts_of(op.target), max(map(math.prod, shapes))
-        light = facts.work, float(light_operations(op.node, points, facts))
+        light = facts.work, light_operations(op.node, points, facts) / max(1, points)
     return Work(
         flops, traffic, shapes, launches, dtype, family, balances, hidden_flops, light
     )
@@ -305,17 +302,16 @@ class ProgramKernels:
         return self.read_by_light[op.results[0]] if is_view(op) else is_light(op.target)
 
 
-def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKernels:
-    """Return the kernels of a program. ``gathered``: values the backward makes again in
-    any case, those computed from sharded parameters alone."""
-    key = frozenset(gathered), program.balances
+def kernels_of(program: Program) -> ProgramKernels:
+    """Return the kernels of a program."""
+    key = program.gathered_twice, program.balances
     if key not in program.kernel_cache:
-        program.kernel_cache[key] = _read(program, gathered)
+        program.kernel_cache[key] = _read(program)
     return program.kernel_cache[key]
 
 
-def _read(program: Program, gathered: Collection[int]) -> ProgramKernels:
-    run = _Run(program, gathered)
+def _read(program: Program) -> ProgramKernels:
+    run = _Run(program)
     base = run.base()
     moved, launched = run.moved(base), Counter(run.leaders())
     runs = tuple(run.runs())
@@ -356,7 +352,7 @@ def _works(
 class _Run:
     """Reads the graph of a program in the order it runs."""
 
-    def __init__(self, program: Program, gathered: Collection[int]) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self.op_of = {op.node: op.index for op in program.ops}
         self.recomputed: set[int] = set()
@@ -369,13 +365,13 @@ class _Run:
         # Number of nodes of the forward.
         self.early = 0
         if program.ops:
-            self._read(program.ops[0].node.graph, gathered)
+            self._read(program.ops[0].node.graph)
 
-    def _read(self, graph: fx.Graph, gathered: Collection[int]) -> None:
+    def _read(self, graph: fx.Graph) -> None:
         anew = {
             node
             for (node, place), v in self.program.value_of.items()
-            if v in gathered
+            if v in self.program.gathered_twice
             and place == 0
             and node.op == "call_function"
             and isinstance(node.meta["val"], torch.Tensor)

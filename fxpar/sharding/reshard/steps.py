@@ -141,11 +141,6 @@ class Step:
         """Return local bytes after, as a multiple of those before."""
         return KINDS[self.kind].growth(mesh.count(self.axes))
 
-    def sent(self, mesh: Mesh, nbytes: float) -> float:
-        """Return the bytes that a rank sends which holds ``nbytes`` before."""
-        send = KINDS[self.kind].sent
-        return send(mesh.count(self.axes), nbytes) if send else 0.0
-
     @property
     def names(self) -> str:
         return "+".join(self.axes)
@@ -208,18 +203,7 @@ def curve(
     copies = [times for times, x in zip(copied, alone, strict=True) if times and x]
     if not copies:
         return collective
-    link = _copying(mesh, axes)
-    if link.copy_near:
-        return replace(collective, copies=tuple(copies), link=link)
-    lines = (
-        replace(
-            line,
-            alpha=line.alpha + len(copies) * link.copy_launch,
-            beta=line.beta + sum(copies) * link.copy_byte,
-        )
-        for line in collective.lines
-    )
-    return Curve(tuple(lines))
+    return replace(collective, copies=tuple(copies), link=_copying(mesh, axes))
 
 
 def _copying(mesh: Mesh, axes: Sequence[str]) -> Link:

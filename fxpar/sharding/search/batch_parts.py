@@ -10,7 +10,7 @@ activations of the parts in flight. Never: looks at specs, or changes a graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,9 +88,10 @@ class PartProgram:
         shape = (n // self.count if d in dims else n for d, n in enumerate(value.shape))
         return replace(value, shape=tuple(shape), open=()) if dims else value
 
-    def kernels(self, gathered: Collection[int]) -> ProgramKernels:
+    @cached_property
+    def kernels(self) -> ProgramKernels:
         """Return the kernels of one part."""
-        whole_kernels = kernels_of(self.whole, gathered)
+        whole_kernels = kernels_of(self.whole)
         works = (
             self._work(op, work)
             for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)

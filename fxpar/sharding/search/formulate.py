@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -119,12 +119,10 @@ class ProblemBuilder:
         mesh: Mesh,
         hardware: Hardware,
         seeds: Mapping[int, Sequence[Seed]],
-        keep_gathered: bool,
         parts: PartProgram | None,
     ) -> None:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.seeds, self.parts = seeds, parts
-        self.backward = program.backward
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -141,12 +139,7 @@ class ProblemBuilder:
         self.readers: list[list[tuple[int, EdgeEnd]]] = [[] for _ in program.values]
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
-        # Values that forward and backward each gather for themselves.
-        self.gathered_twice = frozenset[int]()
-        if not keep_gathered:
-            self.gathered_twice = program.gathered_again
-        kernels = partial(kernels_of, program) if parts is None else parts.kernels
-        self.kernels = kernels(self.gathered_twice)
+        self.kernels = kernels_of(program) if parts is None else parts.kernels
         self._ops()
         self._inputs()
         self._outputs()
@@ -182,7 +175,7 @@ class ProblemBuilder:
                 seconds = seconds + adding
                 self.adding[len(self.nodes)] = adding
             node = self.node("op", op.index, numbers, seconds, options)
-            phase, ends = int(op.index in self.backward), len(op.operands)
+            phase, ends = int(op.index in self.program.backward), len(op.operands)
             for i, v in enumerate(op.operands):
                 self.readers[v].append((phase, EdgeEnd(node, i)))
             for r, v in enumerate(op.results):
@@ -287,7 +280,7 @@ class ProblemBuilder:
     def _times(self, v: int, reader: EdgeEnd) -> int:
         """Return how many times a value is resharded for a reader: twice if a
         checkpointed region is computed again. ``gathered_twice`` has parameters."""
-        if v not in self.program.producers or v in self.gathered_twice:
+        if v not in self.program.producers or v in self.program.gathered_twice:
             return 1
         node = self.nodes[reader.node]
         index = node.of if node.kind == "op" else self.program.producers[v][0]
@@ -414,7 +407,7 @@ class ProblemBuilder:
                 continue
             if not readers:
                 continue
-            phases = ([0], [1]) if v in self.gathered_twice else ([0, 1],)
+            phases = ([0], [1]) if v in self.program.gathered_twice else ([0, 1],)
             settled: dict[int, int] = {}
             for phase in phases:
                 ends = [end for p, end in readers if p in phase]
@@ -474,7 +467,7 @@ class ProblemBuilder:
     def memory(self) -> list[tuple[Entry, Live]]:
         """Return rows of memory, one per entry and the node that decides its spec,
         without those that are zero under all strategies."""
-        live = entries(self.program, self.kernels, self.backward, self.gathered_twice)
+        live = entries(self.program, self.kernels)
         if self.parts is not None:
             live = self.parts.held(live)
         pool, out = self.pool.specs, []
@@ -553,17 +546,15 @@ def formulate(
     limit: float | None = None,
     *,
     seeds: Mapping[int, Sequence[Seed]] | None = None,
-    keep_gathered: bool = False,
     parts: PartProgram | None = None,
 ) -> Formulation:
     """Return the problem of a program, or of one part of its batch if that is cut.
 
     ``mesh`` carries the hardware's links. ``limit``: bytes of a rank. ``seeds``: by
-    value, the hints that its specs have to agree with. ``keep_gathered``: whether the
-    backward gathers no parameter again.
+    value, the hints that its specs have to agree with.
     """
     program = program if parts is None else parts.program
-    build = ProblemBuilder(program, mesh, hardware, seeds or {}, keep_gathered, parts)
+    build = ProblemBuilder(program, mesh, hardware, seeds or {}, parts)
     memory = build.memory()
     problem = Problem(
         tuple(build.costs),

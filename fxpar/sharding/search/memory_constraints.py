@@ -19,7 +19,6 @@ Never: counts what the optimizer needs while it steps, or workspaces of librarie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from fxpar.sharding.cost.program_kernels import NEVER, ProgramKernels
@@ -50,25 +49,19 @@ class Entry:
     phase: int = 0  # the phase that a copy is made for: 0 forward, 1 backward
 
 
-def entries(
-    program: Program,
-    kernels: ProgramKernels,
-    backward: Collection[int],
-    gathered_twice: Collection[int] = (),
-) -> list[Entry]:
-    """Return entries in order of inputs, then of ops. ``gathered_twice``: values that
-    forward and backward gather each for itself. Small values that live within one phase
-    are left out."""
-    spans, end = _read_spans(program, kernels, backward), len(program.ops) + 1
+def entries(program: Program, kernels: ProgramKernels) -> list[Entry]:
+    """Return entries in order of inputs, then of ops. Small values that live within one
+    phase are left out."""
+    spans, end = _read_spans(program, kernels), len(program.ops) + 1
     return [
-        *_inputs(program, spans, gathered_twice),
+        *_inputs(program, spans),
         *(
             Entry(v, "gradient", begin, end, program.values[v].nbytes)
             for result, v in program.tensor_outputs
             for begin in [kernels.written_at(kernels.base[v])]
             if result.kind == "gradient"
         ),
-        *_results(program, kernels, backward, spans, gathered_twice),
+        *_results(program, kernels, spans),
     ]
 
 
@@ -76,16 +69,15 @@ def entries(
 _ReadSpans = defaultdict[tuple[int, int], tuple[int, int]]
 
 
-def _read_spans(
-    program: Program, kernels: ProgramKernels, backward: Collection[int]
-) -> _ReadSpans:
+def _read_spans(program: Program, kernels: ProgramKernels) -> _ReadSpans:
     out = _ReadSpans(lambda: (NEVER, NEVER))
     reads = [(v, kernels.runs[op.index]) for op in program.ops for v in op.operands]
     end = len(program.ops)
     for result, v in program.tensor_outputs:
         if result.kind != "gradient":
             maker = program.producers.get(kernels.base[v], (NEVER,))[0]
-            reads.append((v, (NEVER, end) if maker in backward else (end, NEVER)))
+            late = maker in program.backward
+            reads.append((v, (NEVER, end) if late else (end, NEVER)))
     for v, times in reads:
         for phase, time in enumerate(times):
             if time != NEVER:
@@ -95,9 +87,7 @@ def _read_spans(
     return out
 
 
-def _inputs(
-    program: Program, spans: _ReadSpans, gathered_twice: Collection[int]
-) -> list[Entry]:
+def _inputs(program: Program, spans: _ReadSpans) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     trained = {out.of for out in program.signature.outputs if out.kind == "gradient"}
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
@@ -114,7 +104,7 @@ def _inputs(
             out.append(Entry(v, "optimizer", 0, end, MOMENTS * size))
         times = [spans[v, 0], spans[v, 1]]
         read = [time for time in times if time[1] != NEVER]
-        if read and v not in gathered_twice:  # one copy for all phases
+        if read and v not in program.gathered_twice:  # one copy for all phases
             times = [(read[0][0], read[-1][1])]
         for phase, (first, last) in enumerate(times):
             if last != NEVER:
@@ -123,16 +113,12 @@ def _inputs(
 
 
 def _results(
-    program: Program,
-    kernels: ProgramKernels,
-    backward: Collection[int],
-    spans: _ReadSpans,
-    gathered_twice: Collection[int],
+    program: Program, kernels: ProgramKernels, spans: _ReadSpans
 ) -> list[Entry]:
     out: list[Entry] = []
     floor = SMALL * max((value.nbytes for value in program.values), default=0)
     for op in program.ops:
-        late = op.index in backward
+        late = op.index in program.backward
         for v in op.results:
             if v not in kernels.written:
                 continue
@@ -147,7 +133,7 @@ def _results(
             out.append(Entry(v, "made", at, at + 1, size))
             if not recomputed or last == NEVER:
                 continue
-            if v in gathered_twice:
+            if v in program.gathered_twice:
                 out.append(Entry(v, "gathered", first, last + 1, size, 1))
             elif v in kernels.written_late:
                 again = kernels.runs[op.index][1]

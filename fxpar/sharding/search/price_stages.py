@@ -698,21 +698,18 @@ class StagesEstimate:
         """Return the seconds of a step in ``parts`` microbatches. ``mesh``: the first
         axis is of stages; ``budget``: bytes of a rank."""
         (_, places), *axes = mesh.axes
-        links = hardware.links(mesh)[1:]
-        size, inner = mesh.size, mesh.size // places
+        size, inner, on = mesh.size, mesh.size // places, hardware.on(mesh)
         room = _ROOM * budget - self.resting / size
         exchange, least = math.inf, self.used / places / max(room, 1.0)
         for count in range(len(axes) + 1):
-            for chosen_axes in itertools.combinations(range(len(axes)), count):
-                sizes = [axes[i][1] for i in chosen_axes]
-                ways = math.prod(sizes)
+            for chosen_axes in itertools.combinations(mesh.names[1:], count):
+                ways = mesh.count(chosen_axes)
                 groups = inner // ways
                 if ways < inner and (ways < least or self.rows // parts % groups):
                     continue
                 nbytes = self.exchanged / places / groups
-                on = [links[i] for i in chosen_axes]
-                seconds = collectives.seconds("all_reduce", sizes, on, nbytes)
-                exchange = min(exchange, seconds if sizes else 0.0)
+                curve = collectives.along("all_reduce", on, chosen_axes)
+                exchange = min(exchange, curve.seconds(nbytes))
         return least_staged(
             self.arithmetic / inner / parts + exchange * places / parts, places, parts
         )

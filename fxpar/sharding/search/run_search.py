@@ -249,7 +249,6 @@ def search(
     options: SearchOptions,
     seeds: Mapping[int, Sequence[Seed]],
     *,
-    keep_gathered: bool = False,
     before: SearchResult | None = None,
     parts: PartProgram | None = None,
 ) -> SearchResult:
@@ -276,7 +275,6 @@ def search(
             options.hardware,
             options.budget,
             seeds=seeds,
-            keep_gathered=keep_gathered,
             parts=parts,
         )
         tied = repeated(formulation.program, program.backward)

@@ -20,22 +20,14 @@ from dataclasses import replace
 import numpy as np
 
 from fxpar.errors import TooLargeError
-from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cost.recompute import tag
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.search.batch_parts import PartProgram
-from fxpar.sharding.search.memory_constraints import SMALL, Entry, entries
+from fxpar.sharding.search.memory_constraints import SMALL, Entry
 from fxpar.units import short_bytes, short_place, sizes_as_text
 
 # Kinds of entries that a plan may do without.
 _COPIES = ("gathered", "made")
-
-
-def whole_entries(program: Program, *, keep_gathered: bool = False) -> list[Entry]:
-    """Return the entries of the whole batch."""
-    gathered = frozenset[int]() if keep_gathered else program.gathered_again
-    kernels = kernels_of(program, gathered)
-    return entries(program, kernels, program.backward, gathered)
 
 
 def least_held(

@@ -23,7 +23,7 @@ from fxpar.features.stages.program_at_place import program_at
 from fxpar.graph import pipeline_ops
 from fxpar.passes.simulate.lockstep import run_stages
 from fxpar.passes.simulate.simulate_step import predict_step
-from fxpar.sharding.cost.hardware_table import Level, Measured
+from fxpar.sharding.cost.hardware_table import Level, of_kind
 from fxpar.sharding.pipeline_schedule import SCHEDULES
 from fxpar.sharding.plan import Plan
 from tests.helpers.machines import machine
@@ -586,7 +586,7 @@ def test_messages_of_a_place_leave_one_after_the_other(
     speed = 1e4
     level = Level(0, speed, 0.0, 0.0)
     if own:
-        kinds = (("permute", Measured(0.0, 0.0, speed)),)
+        kinds = (("permute", of_kind(0.0, 0.0, speed)),)
         level = Level(0, 100 * speed, 0.0, 0.0, kinds=kinds)
     slow = replace(machine(), levels=(level,))
     slow.save(tmp_path / "slow.json")

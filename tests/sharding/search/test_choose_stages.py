@@ -28,6 +28,7 @@ from fxpar.sharding.program import Program
 from fxpar.sharding.search import price_stages as price_stages_module
 from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import cost_of
+from fxpar.sharding.search.memory_constraints import Entry, entries
 from fxpar.sharding.search.price_stages import (
     StagedStep,
     StageMemory,
@@ -37,7 +38,7 @@ from fxpar.sharding.search.price_stages import (
     stage_memory,
 )
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
-from fxpar.sharding.search.too_large import least_held, whole_entries
+from fxpar.sharding.search.too_large import least_held
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 from tests.helpers.machines import machine
@@ -61,6 +62,10 @@ def part_of(
     cut = cut_in_time(program)
     assert cut is not None and cut.rows == ROWS
     return PartProgram(program, cut, count, places, flying)
+
+
+def whole_entries(program: Program) -> list[Entry]:
+    return entries(program, kernels_of(program))
 
 
 def least_bytes(*args: Any) -> float:
@@ -101,19 +106,26 @@ def test_parts_share_what_is_done_once(count: int) -> None:
     assert count * part.predicted == pytest.approx(whole.predicted, rel=0.05)
 
 
-def test_products_of_a_part_are_as_small_as_it_is() -> None:
-    """A rate that falls with the rows of a product falls in a part of the batch."""
-    slow = replace(FREE, peaks=(("float64", Peak(1e6, half_dim=8.0)),))
+def test_ops_on_a_part_are_as_small_as_it_is() -> None:
+    """A rate that falls with the rows of a product falls in a part of the batch; light
+    ops run over fewer elements."""
+    slow = replace(
+        FREE,
+        peaks=(("float64", Peak(1e6, half_dim=8.0)), ("float32", Peak(1e12))),
+        light=(("step", 1e3), ("exp", 1e2)),
+    )
     mesh = slow.on(Mesh.parse("dp=2"))
 
     def paid(program: Program, kernels: ProgramKernels) -> list[float]:
-        split = Strategy(((program.ops[0].rule.factors[0], ("dp",)),))
-        pairs = zip(program.ops, kernels.works, strict=True)
-        return [seconds(op, w, split, mesh, slow) for op, w in pairs if w.flops]
+        return [
+            seconds(op, work, Strategy(((factor, ("dp",)),)), mesh, slow)
+            for op, work in zip(program.ops, kernels.works, strict=True)
+            for factor in op.rule.factors[:1]
+        ]
 
     few = program_of(layers(), rows(ROWS // 4).requires_grad_(), mesh="dp=2", grad=True)
     part = part_of(trained(), 4)
-    assert paid(part.program, part.kernels(())) == paid(few, kernels_of(few))
+    assert paid(part.program, part.kernels) == paid(few, kernels_of(few))
 
 
 def test_what_does_not_follow_the_batch_stays_whole() -> None:

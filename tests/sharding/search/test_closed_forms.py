@@ -22,10 +22,10 @@ from fxpar.passes.simulate.launches import facts_of
 from fxpar.sharding.cost.hardware_table import (
     Hardware,
     Level,
-    Measured,
     Peak,
     ProductDims,
     lookup,
+    of_kind,
 )
 from fxpar.sharding.cost.op import dims_of, dims_of_factors, flops_of
 from fxpar.sharding.cost.program_kernels import flops_of_op, kernels_of, seconds
@@ -61,7 +61,7 @@ def all_to_all(nbytes: float, n: int = 4, alpha: float = 1, beta: float = 1) -> 
 def level(devices: int, n: int, alpha: float, beta: float) -> Level:
     factor = dict.fromkeys(EXTRA, 1.0) | {"all_to_all": n / 2}
     kinds = tuple(
-        (kind, Measured(alpha + more, 0.0, 1 / (beta * factor[kind])))
+        (kind, of_kind(alpha + more, 0.0, 1 / (beta * factor[kind])))
         for kind, more in EXTRA.items()
     )
     return Level(devices, 1 / beta, 0.0, alpha, kinds=kinds)

@@ -235,7 +235,8 @@ def test_the_search_counts_gathered_copies(keep: bool) -> None:
     mesh = Mesh.parse("dp=4")
     program = at_rest_on(decided(Two(64, 6), torch.randn(4, 64)).program, mesh)
     on = lookup("cpu").on(mesh)
-    found = formulate(program, on, lookup("cpu"), keep_gathered=keep)
+    program = replace(program, keeps_gathered=keep)
+    found = formulate(program, on, lookup("cpu"))
     copies = [entry for entry in found.memory_entries if entry.kind == "gathered"]
     backward = program.backward
     phases = [
