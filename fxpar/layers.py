@@ -104,8 +104,8 @@ def rows_of_layers(
     part that repeats within a layer does not hide the layers. ``finer``: labels of
     which fewer are equal, by which rows are found; since the surroundings of ops differ
     at both ends, rows are then extended as far as ``labels`` repeat. If they may
-    ``overlap``, the most frequent distances come first, and rows are extended into
-    others: Inductor lowers half as much again if the longest come first."""
+    ``overlap``, the most frequent distances come first, which are of one layer rather
+    than of two, and rows are extended into others."""
     rows = rows_at_all_distances(labels if finer is None else finer)
     if overlap:
         return without_overlaps(rows, labels, but_at_ends=True)

@@ -3,6 +3,7 @@ makes of them."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from fxpar.features.stages import sums_of_parts
 from fxpar.passes.order import outline_layers as outlining
 from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
 from fxpar.passes.simulate.launches import crossings
+from fxpar.runtime.ranks import mean_gradients as _mean_gradients  # noqa: F401
 from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
@@ -389,6 +391,51 @@ def test_a_reduction_that_must_start_there_cuts_a_layer(how: str) -> None:
     for body in (m for n, m in module.named_children() if n.startswith("layer")):
         assert "c10d" not in str(body.graph)
     assert _computed_before_reductions(module.graph) == before
+
+
+def handing_over(*ws: Tensor, each: int, sizes: Sequence[int] = (1,)) -> Any:
+    """Layers that each have two gradients of ``each`` elements, handed over by so many
+    as ``sizes`` says, in turn."""
+    gradients: list[Tensor] = []
+    calls, x = 0, ws[0].sum(0).repeat(8).view(4, 16)
+    for w in ws:
+        for half in (torch.sin, torch.cos):
+            h = x.view(8, 8) @ w
+            h = (h - h.mean(1, keepdim=True)) / (h.var(1, keepdim=True) + 1e-5).sqrt()
+            gradients.append((half(h) * w).sum() + torch.arange(each) * h.exp().sum())
+            if len(gradients) >= sizes[calls % len(sizes)]:
+                ones = [1] * len(gradients)
+                torch.ops.fxpar.hand_over.default(gradients, ones, ones)
+                calls, gradients = calls + 1, []
+            x = (half(x.view(8, 8)) + torch.sigmoid(h) * h.exp()).view(4, 16)
+    return (x.sum(),)
+
+
+def test_small_gradients_are_handed_over_behind_layers() -> None:
+    ws = feeds(8)[1:]
+    module = outlined(partial(handing_over, each=8, sizes=SIZES), *ws)
+    given = [len(node.args[0]) for node in _handed_over(module)]
+    never = mock.Mock(return_value=False)
+    with mock.patch.object(outlining, "_can_come_later", never):
+        cut = outlined(partial(handing_over, each=8, sizes=SIZES), *ws)
+    assert len(calls(module)) >= 6 and given == [3, 2, 3, 4, 3]  # in order
+    assert len(calls(cut)) < len(calls(module))
+
+
+def test_large_gradients_are_handed_over_where_they_are_computed() -> None:
+    """Their memory is then free in the middle of a layer."""
+    module = outlined(partial(handing_over, each=1 << 20), *feeds(8)[1:])
+    nodes = list(module.graph.nodes)
+    between = [nodes.index(node) for node in _handed_over(module)]
+    bodies = [i for i, node in enumerate(nodes) if node.target is INVOKE]
+    assert len(between) == 16 and len(bodies) >= 12
+    for one, other in itertools.pairwise(between):
+        assert sum(one < i < other for i in bodies) <= 1
+
+
+def _handed_over(module: fx.GraphModule) -> list[fx.Node]:
+    target = torch.ops.fxpar.hand_over.default
+    return module.graph.find_nodes(op="call_function", target=target)
 
 
 def of_parts(sums: bool, *, early: bool = False) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ are read outside, they are made there, and so are views of operands. A reduction
 starts inside a layer and ends after it, such as a bucket that is full in the middle of
 it, starts right after the layer, and so do reductions of its result over another axis:
 other layers of the kind have none there. Additions to sums over microbatches, which are
-in place, run right after the layer.
+in place, run right after the layer, and small gradients are handed over there.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from fxpar.layers import (
     with_reads,
 )
 from fxpar.passes.order.delay_work import WAIT, is_chunk
+from fxpar.passes.order.hand_over import CHUNK
 from fxpar.sharding.cost.op import bytes_of, is_view
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 
@@ -52,6 +53,7 @@ REDUCTIONS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default}
 STARTS = {*REDUCTIONS, c10d.all_gather_into_tensor.default}
 # The op that starts the gather of a result of the graph.
 GATHER = torch.ops.fxpar.all_gather_into_tensor.default
+HAND_OVER = torch.ops.fxpar.hand_over.default
 
 # The least number of calls of a body, and of its ops.
 LEAST_CALLS, LEAST_OPS = 3, 5
@@ -346,7 +348,7 @@ def _computing(
         put_off[node] = place[node]
         if node in packs or kinds[node] == "shows" or _can_come_later(node):
             readers = (max(place[u], put_off.get(u, 0)) for u in node.users)
-            put_off[node] = min(readers, default=place[node])
+            put_off[node] = min(readers, default=len(nodes))
         if kinds[node] == "cuts":
             ends[place[node]] = min(ends[place[node]], put_off[node])
     return nodes, ends
@@ -388,10 +390,13 @@ SUMS = {"fxpar.accumulate.default", "fxpar.accumulate_product.default"}
 
 def _can_come_later(node: fx.Node) -> bool:
     """Return whether a node starts such a reduction, waits for one that only further
-    ones read (a gradient is reduced axis by axis), or adds to a sum over microbatches.
-    """
+    ones read (a gradient is reduced axis by axis), adds to a sum over microbatches, or
+    hands gradients over that are small: larger ones are handed over where they are
+    computed, which is at the same places of all layers, and frees their memory."""
     if str(node.target) in SUMS:
         return True
+    if node.target is HAND_OVER:
+        return sum(map(bytes_of, node.args[0])) < 2 * CHUNK
     if node.target is not WAIT:
         return _can_start_later(node)
     ends = (node.args[0], *node.users)
