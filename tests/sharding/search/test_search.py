@@ -35,7 +35,6 @@ from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import cost_of, formulate
 from fxpar.sharding.search.run_search import (
     SearchOptions,
-    repeated,
     search,
     with_choice,
 )
@@ -217,13 +216,16 @@ def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
 
 def test_layers_are_found() -> None:
     program = program_of(mlp(4), batch(), mesh="x=2", grad=True)
-    tied = repeated(program, program.backward)
-    products = [op.index for op in program.ops if "dot" in op.name or "mm" in op.name]
+    form = search(program, Mesh.parse("x=2"), SearchOptions(machine()), {}).formulation
+    nodes, tied = form.nodes, form.problem.tied
+    of = {i: program.ops[node.of] for i, node in enumerate(nodes) if node.kind == "op"}
+    products = [i for i, op in of.items() if "dot" in op.name or "mm" in op.name]
     heads = {tied[i] for i in products}
     assert len(heads) <= len(products) / 2
     for i, to in enumerate(tied):
-        assert tied[to] == to
-        assert program.ops[i].rule == program.ops[to].rule
+        assert tied[to] == to and (nodes[i].specs == nodes[to].specs).all()
+        assert nodes[i].kind == nodes[to].kind
+        assert i not in of or of[i].rule == of[to].rule
 
 
 def test_ties_do_not_change_the_optimum() -> None:
@@ -239,7 +241,9 @@ def test_what_is_not_alike_is_not_tied() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 2))
     program = program_of(model, torch.randn(4, 4), mesh="x=2")
-    assert repeated(program, set()) == list(range(len(program.ops)))
+    found = search(program, Mesh.parse("x=2"), SearchOptions(machine()), {})
+    tied = found.formulation.problem.tied
+    assert tied == tuple(range(len(tied)))
 
 
 # Resharding between all specs
