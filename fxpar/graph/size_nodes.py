@@ -67,7 +67,7 @@ def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
     last = next(iter(graph.nodes))
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op != "placeholder" and not _is_arithmetic(node):
+        if node.op != "placeholder" and not is_arithmetic(node):
             break
         last = node
         if isinstance(value, torch.SymInt):
@@ -113,7 +113,7 @@ _ARITHMETIC = {
 }
 
 
-def _is_arithmetic(node: fx.Node) -> bool:
+def is_arithmetic(node: fx.Node) -> bool:
     """Return whether a node computes a size by arithmetic."""
     return node.target in _ARITHMETIC and isinstance(node.meta.get("val"), torch.SymInt)
 

@@ -119,12 +119,27 @@ class Checkpointed(Block):
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
+class Masked(nn.Module):
+    """A sum over tokens, divided by how many count: two sums of one size over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        counts = (y > 20).to(self.head.weight.dtype)
+        scores = self.head(self.embed(x)).logsumexp(-1).square()
+        return (scores * counts).sum() / counts.sum()
+
+
 MODELS: dict[str, Any] = {
     "block": Block,
     "checkpointed": Checkpointed,
     "decoder": Decoder,
     "split": lambda: Block(split=True),
     "llama": WithLoss,
+    "masked": Masked,
 }
 
 
@@ -267,6 +282,13 @@ def test_dynamic_from_the_first_call(name: str) -> None:
     sizes = [(4, 64), (4, 48), (8, 40), (6, 7)]
     notes = check(name, "dp=2", sizes, 1, dynamic=True)
     assert "x.shape[0]/2" in notes[0][-1]
+
+
+@pytest.mark.multiprocess
+def test_ranks_start_collectives_in_one_order() -> None:
+    """Each finds where its shard begins by other arithmetic, which decides nothing."""
+    sizes = [(8, 6), (6, 5)]
+    check("masked", "dp=2", sizes, 1, dynamic=True, plan="propagate")
 
 
 def with_windows(mesh: str) -> torch.Tensor:

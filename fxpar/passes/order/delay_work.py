@@ -35,6 +35,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
+from fxpar.graph.size_nodes import is_arithmetic
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
@@ -365,7 +366,7 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return False
-    if target is operator.getitem or is_contraction(target):
+    if target is operator.getitem or is_contraction(target) or is_arithmetic(node):
         return True
     is_core = getattr(target, "namespace", "") in ("aten", "prims")
     return (

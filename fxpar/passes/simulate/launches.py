@@ -168,8 +168,9 @@ class _LocalReader(KernelReader):
 def crossings(
     graph: fx.Graph, *, even: bool = True, among: Collection[fx.Node] | None = None
 ) -> list[str]:
-    """Return the collectives of a graph in order, a line for each. The lines must be
-    equal on all ranks that run the graph together, whatever else they compute. Unless
+    """Return the collectives of a graph in order, a line for each, with the op that it
+    is for: two of one size in another order would mix values. The lines must be equal
+    on all ranks that run the graph together, whatever else they compute. Unless
     shards are ``even``, sizes are equal only within a group, and are left out; so are
     those of uneven exchanges. ``among``: nodes to read; None: all."""
     out: list[str] = []
@@ -187,7 +188,9 @@ def crossings(
             f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
             for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
-        out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
+        line = f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}"
+        origin = node.meta.get("fxpar_origin")
+        out.append(f"{line} for {origin}" if origin else line)
     return out
 
 
