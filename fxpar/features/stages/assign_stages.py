@@ -135,9 +135,7 @@ class Kinds:
         if steps.is_step(node) or node.target is operator.getitem:
             # It is of the kind of the value that it moves, or takes a part of.
             source: Any = node.args[0]
-            base = viewed_value(source)
-            kinds = (self.forward, self.backward, self.everywhere)
-            return next((kind for kind in kinds if base in kind), None)
+            return self.kind_of(viewed_value(source))
         writes = op_facts_of(node.target).mutates
         if phase_of(node) == "update" or writes or is_draw(node):
             return self.everywhere
@@ -147,6 +145,11 @@ class Kinds:
         sources = [self.tangents, self.backward, *[self.forward] * (node in tagged)]
         is_backward = not all(kind.isdisjoint(read) for kind in sources)
         return self.backward if is_backward else None
+
+    def kind_of(self, node: fx.Node) -> set[fx.Node] | None:
+        """Return the kind that a node is of; None: it runs where it is read."""
+        kinds = (self.forward, self.backward, self.everywhere)
+        return next((kind for kind in kinds if node in kind), None)
 
 
 def followed(
@@ -425,12 +428,13 @@ def _stages(
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
-    """Return the weights that a node reads, through nodes without a home."""
+    """Return the weights that a node reads, through nodes that run where they are
+    read."""
     out: dict[fx.Node, None] = {}
     stack, seen = [*node.all_input_nodes], set[fx.Node]()
     while stack:
         read = stack.pop()
-        if read in seen or home_of(read) is not None:
+        if read in seen or kinds.kind_of(read) is not None:
             continue
         seen.add(read)
         if read in kinds.weights:
