@@ -155,9 +155,13 @@ receive.register_fake(
 
 aten = torch.ops.aten
 
-# Ops between places of a pipeline, in the graph of all stages and in that of one place;
-# the group is the last argument.
-CROSSINGS = (ours.transfer.default, ours.spread.default, ours.scatter.default)
+# Ops between places of a pipeline, in the graph of all stages (with their kinds) and in
+# that of one place; the group is the last argument.
+CROSSINGS = {
+    ours.transfer.default: "send",
+    ours.spread.default: "broadcast",
+    ours.scatter.default: "scatter",
+}
 MESSAGES = (ours.send.default, ours.receive.default, ours.share.default)
 
 # The place of nodes that run at all places.

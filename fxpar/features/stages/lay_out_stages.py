@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.features.stages.assign_stages import (
     ALL,
@@ -265,6 +266,8 @@ class _StageLayout:
         node.meta[PLACE] = place
         for of_origin in (STAGE, "fxpar_reshard", "fxpar_parameter"):
             node.meta.pop(of_origin, None)
+        if target in messages.CROSSINGS:  # once: no backward asks for it again
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return node
 
     # Values sharded along the axis, and values that all places wait for

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -51,8 +50,6 @@ from fxpar.passes.order.order_collectives import (
 )
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
-
-transfer = torch.ops.fxpar.transfer.default
 
 
 def tag(graph: fx.Graph, *, keep_gathered: bool, save_readers: bool) -> None:
@@ -92,9 +89,8 @@ def regather(graph: fx.Graph) -> None:
         return
     tagged: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is transfer:
-            continue  # a value that another place sent is kept: it is sent once
-        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        if node.op != "call_function" or is_saved:
             continue
         read = node.all_input_nodes
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
