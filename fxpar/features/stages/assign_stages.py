@@ -16,7 +16,7 @@ continues.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
-from fxpar.sharding.program import Program, backward_of, phase_of
+from fxpar.sharding.program import Program, backward_of, followed, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
 from fxpar.sharding.search.price_stages import between_ops, cut_chain
 
@@ -150,20 +150,6 @@ class Kinds:
         """Return the kind that a node is of; None: it runs where it is read."""
         kinds = (self.forward, self.backward, self.everywhere)
         return next((kind for kind in kinds if node in kind), None)
-
-
-def followed(
-    node: fx.Node,
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    passes: Callable[[fx.Node], bool],
-) -> list[fx.Node]:
-    """Return the readers or the operands of a node (``step``), through those that
-    ``passes`` says."""
-    out, stack = list[fx.Node](), [node]
-    while stack:
-        for other in step(stack.pop()):
-            (stack if passes(other) else out).append(other)
-    return out
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar.features.stages.assign_stages import (
     ALL,
     BACKWARD,
-    followed,
     home_in_stage,
     home_of,
 )
-from fxpar.features.stages.microbatches import demand
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph import pipeline_ops as messages
 from fxpar.graph.builder import PART, PLACE, STAGE, Builder
@@ -41,7 +39,7 @@ from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
-from fxpar.sharding.program import descendants
+from fxpar.sharding.program import demand, descendants, followed
 
 ours = torch.ops.fxpar
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
 from fxpar.sharding.decide import Decision, decide_in_time, whole_in_time
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, user_line
+from fxpar.sharding.program import Program, demand, user_line
 from fxpar.sharding.propagate.conventions import TIME, batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
@@ -404,16 +404,3 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     graph.eliminate_dead_code()
     graph.lint()
     return graph
-
-
-def demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
-    """Append nodes to the order, each after all that it reads."""
-    for node in nodes:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [n for n in top.all_input_nodes if n not in order]
-            if top in order or not missing:
-                order.setdefault(stack.pop())
-            else:
-                stack += reversed(missing)

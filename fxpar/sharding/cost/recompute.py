@@ -25,7 +25,7 @@ from fxpar.sharding.cost.op import (
     viewed,
 )
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import ancestors, depending_on_tangents
+from fxpar.sharding.program import ancestors, demand, depending_on_tangents
 
 # By tag of a checkpoint: whether the backward computes a value again.
 _TAGGED = {
@@ -69,24 +69,9 @@ def with_operands(
 ) -> list[fx.Node]:
     """Return the calls of ``backward``, and those of ``recomputed`` that these need,
     each before its first reader."""
-    placed: set[fx.Node] = set()
-    out: list[fx.Node] = []
-    for node in calls:
-        stack = [node] if node in backward else []
-        while stack:
-            missing = [
-                read
-                for read in stack[-1].all_input_nodes
-                if read in recomputed and read not in placed
-            ]
-            if missing:
-                stack += reversed(missing)
-                continue
-            ready = stack.pop()
-            if ready not in placed:
-                placed.add(ready)
-                out.append(ready)
-    return out
+    order: dict[fx.Node, None] = {}
+    demand((node for node in calls if node in backward), order, recomputed)
+    return list(order)
 
 
 def computed_again(
