@@ -126,6 +126,42 @@ def test_stages_train_what_rests_in_parts(
         torch.testing.assert_close(x, want["state"][name], rtol=1e-9, atol=1e-11)
 
 
+def reported(options: dict[str, Any]) -> list[torch.Tensor]:
+    """A loss, the length of a parameter that the first and the last stage read too, and
+    the gradients of their sum."""
+    torch._dynamo.reset()
+    model = built()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+
+    def step(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(ids), model.embed.weight.square().mean().sqrt()
+
+    run = torch.compile(step, backend="fxpar", options=options) if options else step
+    loss, length = run(*batches()[0])
+    (loss + length).backward()
+    return [loss, length, *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "codegen"),
+    [
+        ("pp=2", "eager"),
+        pytest.param("pp=4", "eager", marks=pytest.mark.slow),
+        pytest.param("pp=2,dp=2", "eager", marks=pytest.mark.slow),
+        pytest.param("pp=2", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_parameter_at_rest_may_be_a_part_of_the_result(
+    mesh: str, codegen: str
+) -> None:
+    options = {"mesh": mesh, "codegen": codegen, "plan": "propagate"}
+    options["microbatches"] = 2
+    want = reported({})
+    for got in ranks_of(mesh).run(reported, options):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
