@@ -13,8 +13,8 @@ a collective. Bytes are sent, whatever the dtype.
 
 In: nodes of a graph of stages that is being laid out (``lay_out_stages``). Out: nodes
 appended to it: tensors are joined to one, which crosses, and split again. A value that
-is sharded along the axis is gathered at one place (``gather_at``), a gradient that one
-place has is scattered (``scatter_from``), a result goes to all places
+is sharded along the axis is gathered where it is read (``gather_at``), a gradient that
+one place has is scattered (``scatter_from``), a result goes to all places
 (``broadcast_from``). The group is that of the axis. Never: an op that waits to send.
 """
 
@@ -214,16 +214,18 @@ def gather_at(
     dims: Sequence[int],
     group: str,
 ) -> list[fx.Node]:
-    """Gather tensors at a place. ``shards``: by place, then by tensor; ``dims``: along
-    which each tensor is split."""
+    """Gather tensors at a place, or at all. ``shards``: by place, then by tensor;
+    ``dims``: along which each tensor is split."""
     arrived: list[Sequence[fx.Node]] = []
     for source, own in enumerate(shards):
         if source == target:
             arrived.append(own)
-            continue
-        flat = _joined(put, source, own)
-        message = put(target, ours.transfer.default, flat, source, target, group)
-        arrived.append(_split(put, target, message, [x.meta["val"] for x in own]))
+        elif target == EVERY:
+            arrived.append(broadcast_from(put, source, own, group)())
+        else:
+            flat = _joined(put, source, own)
+            message = put(target, ours.transfer.default, flat, source, target, group)
+            arrived.append(_split(put, target, message, [x.meta["val"] for x in own]))
     columns = zip(*arrived, strict=True)
     return [
         put(target, aten.cat.default, list(parts), dim)

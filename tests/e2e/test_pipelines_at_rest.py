@@ -156,7 +156,7 @@ def test_a_parameter_at_rest_may_be_a_part_of_the_result(
     mesh: str, codegen: str
 ) -> None:
     options = {"mesh": mesh, "codegen": codegen, "plan": "propagate"}
-    options["microbatches"] = 2
+    options |= {"microbatches": 2, "verify": True}
     want = reported({})
     for got in ranks_of(mesh).run(reported, options):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

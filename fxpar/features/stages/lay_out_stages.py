@@ -283,17 +283,16 @@ class _StageLayout:
         gathers = [
             node
             for node in self.order
-            if self._place(node) is None and self._is_along_stages(node)
+            if self._place(node) is None
+            and self._is_along_stages(node)
+            and node.target is steps.all_gather
         ]
-        for node in gathers:
-            if EVERY in places_of[node]:
-                self.value_at[node, EVERY] = self._copy(node, EVERY)
         places = range(self.mesh.axis_size(self.axis))
-        for target in places:
+        for target in (EVERY, *places):
             reads = [
                 node
                 for node in gathers
-                if target in places_of[node] and EVERY not in places_of[node]
+                if target in places_of[node] and (node, EVERY) not in self.value_at
             ]
             for bucket in messages.buckets(reads):
                 shards = [[self.at(n.args[0], i) for n in bucket] for i in places]
