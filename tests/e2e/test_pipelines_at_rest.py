@@ -182,6 +182,44 @@ def test_whole_steps_update_what_rests_in_parts(mesh: str, schedule: str) -> Non
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
 
 
+class Straighten(torch.optim.Optimizer):
+    """Its update reads all of a parameter, in another dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dim() == 2:
+                w = p.float()
+                p.sub_(w @ w.T @ w, alpha=1e-2)
+            p.sub_(p.grad, alpha=1e-2)
+
+
+def straightened(options: dict[str, Any]) -> list[torch.Tensor]:
+    model = built()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+    optimizer = Straighten(model.parameters())
+    if options:
+        step = fxpar.train_step(model, Tied.forward, optimizer, options=options)
+        losses = [step(*batch).item() for batch in batches()]
+    else:
+        losses, _ = loop(model, optimizer, batches())
+    return [torch.tensor(losses), *(whole(p) for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["pp=2", pytest.param("pp=2,dp=2", marks=pytest.mark.slow)]
+)
+def test_updates_gather_what_rests_in_parts(mesh: str) -> None:
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    want = straightened({})
+    for got in ranks_of(mesh).run(straightened, options | {"microbatches": 2}):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def epochs(
     mesh: str | None, form: str, folder: str, first: int, last: int
 ) -> dict[str, Any]:
