@@ -175,7 +175,7 @@ def _traced(row: StagesRow) -> tuple[Any, Any, float]:
     assert all(isinstance(x, Input) for x in signature.inputs)
     on = lookup(row.hardware)
     asked, line = SearchOptions(on, SECONDS), Mesh((("dp", row.ranks),))
-    request = Request(line, signature, mode=asked, pipeline_schedule="1f1b")
+    request = Request(line, signature, mode=asked).with_options(pipeline="1f1b")
     request = request.with_open_mesh(line)
     state = JointState(
         graph=module.graph,
@@ -247,7 +247,7 @@ def _by_hand(
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.search.batch_parts import PartProgram
 
-    here = replace(request, pipeline_schedule=schedule).on(Mesh.parse(mesh))
+    here = request.with_options(pipeline=schedule).on(Mesh.parse(mesh))
     cut, places = cut_in_time(program), here.pipeline.places
     assert cut is not None
     begun = time.perf_counter()

@@ -336,8 +336,8 @@ def _seconds_of(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     mode, copied = request.mode, copy_of(graph)
     assert isinstance(mode, SearchOptions), "what is compared is searched"
     shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
-    request = replace(request, mode=shorter, cached=False)
-    request = request.with_options(debug=0, dump=None)
+    request = replace(request, mode=shorter)
+    request = request.with_options(debug=0, dump=None, cache_plans=False)
     copied.owning_module = graph.owning_module
     try:
         search = pipeline.decided(copied, fake_mode, request).decided.search

@@ -630,11 +630,10 @@ def _request_of(job: CompileJob, name: str) -> Request:
     options = job.options
     pipeline = "auto" if job.ranks.open else options.pipeline
     mesh, stages = split_off(job.ranks.mesh, pipeline)
-    # Elsewhere than in a training step forward and backward are two calls.
-    schedule = options.pipeline if job.writes else AUTO_SEPARATE
+    if not job.writes:  # forward and backward are two calls
+        options = replace(options, pipeline="auto")
     if stages is not None:
-        whole = with_planned_axis(job.ranks.whole.mesh)
-        stages = replace(stages, mesh=whole, schedule=schedule)
+        stages = replace(stages, mesh=with_planned_axis(job.ranks.whole.mesh))
     return Request(
         mesh,
         Signature((), ()),
@@ -642,9 +641,7 @@ def _request_of(job: CompileJob, name: str) -> Request:
         options=options,
         microbatches=options.microbatches,
         pipeline=stages,
-        pipeline_schedule=schedule,
         sent_room=job.sent_room,
-        cached=options.cache_plans,
         step=job.writes,
         name=name,
         rank=job.ranks.rank,

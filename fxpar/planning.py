@@ -424,11 +424,10 @@ def plan_call(
     request = Request(
         planned,
         signature,
-        options=options,
+        options=replace(options, cache_plans=False),
         microbatches=options.microbatches,
         hints=load(hints if hints is not None else options.hints),
         mode=chosen,
-        pipeline_schedule=options.pipeline,
         pipeline=pipeline,
         hardware=known_machine(options, mesh.size),
     )

@@ -43,6 +43,7 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import followed
 from fxpar.sharding.spec import Spec
 
 # Nodes looked at before and after a collective; nodes taken at most before it or after
@@ -505,11 +506,7 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
 
 def _neighbors(node: fx.Node) -> list[fx.Node]:
     """Return the products that read the gathered value, directly or through views."""
-    ends, pending = set[fx.Node](), list(node.users)
-    while pending:
-        user = pending.pop()
-        if is_contraction(user.target):
-            ends.add(user)
-        elif user.op == "call_function" and is_view(user):
-            pending += user.users
-    return sorted(ends)
+    readers = followed(
+        node, lambda x: x.users, lambda x: x.op == "call_function" and is_view(x)
+    )
+    return sorted({reader for reader in readers if is_contraction(reader.target)})

@@ -13,8 +13,8 @@ a collective. Bytes are sent, whatever the dtype.
 
 In: nodes of a graph of stages that is being laid out (``lay_out_stages``). Out: nodes
 appended to it: tensors are joined to one, which crosses, and split again. A value that
-is sharded along the axis is gathered at one place (``gather_at``), a gradient that one
-place has is scattered (``scatter_from``), a result goes to all places
+is sharded along the axis is gathered where it is read (``gather_at``), a gradient that
+one place has is scattered (``scatter_from``), a result goes to all places
 (``broadcast_from``). The group is that of the axis. Never: an op that waits to send.
 """
 
@@ -156,9 +156,13 @@ receive.register_fake(
 
 aten = torch.ops.aten
 
-# Ops between places of a pipeline, in the graph of all stages and in that of one place;
-# the group is the last argument.
-CROSSINGS = (ours.transfer.default, ours.spread.default, ours.scatter.default)
+# Ops between places of a pipeline, in the graph of all stages (with their kinds) and in
+# that of one place; the group is the last argument.
+CROSSINGS = {
+    ours.transfer.default: "send",
+    ours.spread.default: "broadcast",
+    ours.scatter.default: "scatter",
+}
 MESSAGES = (ours.send.default, ours.receive.default, ours.share.default)
 
 # The place of nodes that run at all places.
@@ -211,16 +215,18 @@ def gather_at(
     dims: Sequence[int],
     group: str,
 ) -> list[fx.Node]:
-    """Gather tensors at a place. ``shards``: by place, then by tensor; ``dims``: along
-    which each tensor is split."""
+    """Gather tensors at a place, or at all. ``shards``: by place, then by tensor;
+    ``dims``: along which each tensor is split."""
     arrived: list[Sequence[fx.Node]] = []
     for source, own in enumerate(shards):
         if source == target:
             arrived.append(own)
-            continue
-        flat = joined(partial(put, source), own)
-        message = put(target, ours.transfer.default, flat, source, target, group)
-        arrived.append(split(partial(put, target), message, own))
+        elif target == EVERY:
+            arrived.append(broadcast_from(put, source, own, group)())
+        else:
+            flat = joined(partial(put, source), own)
+            message = put(target, ours.transfer.default, flat, source, target, group)
+            arrived.append(split(partial(put, target), message, own))
     columns = zip(*arrived, strict=True)
     return [
         put(target, aten.cat.default, list(parts), dim)

@@ -193,19 +193,16 @@ class Candidate:
         return f"{self.mesh} {took}"
 
 
-def choose(
-    program: Program, request: Request, parts: int = 1
-) -> tuple[Decision, Request]:
+def choose(program: Program, request: Request) -> tuple[Decision, Request]:
     """Return the decision on the best mesh of a request, and the request for that mesh:
-    in stages where these are faster by ``PAYS``, or where nothing else fits. ``parts``:
-    microbatches of the stages of a named mesh.
+    in stages where these are faster by ``PAYS``, or where nothing else fits.
 
     Raises MeshError if the mesh is open and the mode is not a search, PlanError if
     memory is too small with everything shared over all ranks, and as ``decide_on`` if
     no mesh has a plan.
     """
     if not request.meshes:
-        return _on_named_mesh(Subject(program, request), parts), request
+        return _on_named_mesh(Subject(program, request)), request
     if not isinstance(request.mode, SearchOptions):
         raise MeshError(
             f"FXPAR_MESH=auto is chosen by a search, FXPAR_PLAN is {request.mode}",
@@ -378,14 +375,13 @@ def _searched(
 # -- one mesh ------------------------------------------------------------------------
 
 
-def _on_named_mesh(subject: Subject, parts: int) -> Decision:
+def _on_named_mesh(subject: Subject) -> Decision:
     """Return the decision on a named mesh: with stages by a search for a stage of one
-    of at most ``parts`` microbatches, without stages for a step of all microbatches
-    that are requested."""
+    of the microbatches that are requested, without stages for a step of all."""
     program, request = subject.program, subject.request
     if request.pipeline is None:
         return _decide_in_parts(subject, program, request)
-    count = parts_of(subject.cut.rows, parts) if subject.cut else 1
+    count = parts_of(subject.cut.rows, request.parts) if subject.cut else 1
     if count == 1:
         return decide_on(program, request)
     part, budget = subject.part(program, request, count), subject.options.budget
@@ -464,7 +460,7 @@ def _part_count(decision: Decision, most: int) -> int:
 def parts_of(rows: int, most: int) -> int:
     """Return ``most``, or the largest smaller number of microbatches that divides
     ``rows``."""
-    return max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
+    return max(n for n in range(1, max(1, min(most, rows)) + 1) if rows % n == 0)
 
 
 def split_evenly(program: Program) -> Program:

@@ -30,8 +30,6 @@ class Pipeline:
     mesh: Mesh
     # The name of the pipeline axis.
     axis: str
-    # As the option ``pipeline``.
-    schedule: str = "auto"
 
     @property
     def places(self) -> int:
@@ -130,7 +128,7 @@ def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None
             )
         return mesh, None
     whole = with_planned_axis(mesh)
-    return without_stages(whole), Pipeline(whole, axis, schedule)
+    return without_stages(whole), Pipeline(whole, axis)
 
 
 def without_stages(mesh: Mesh) -> Mesh:

@@ -143,24 +143,14 @@ def _is_complete(
     )
 
 
-def seconds_of(
-    action: Action, forward: Sequence[float], backward: Sequence[float]
-) -> float:
-    """Return predicted seconds of an action; ``forward`` and ``backward``: of each
-    stage."""
-    if action.kind == FORWARD:
-        return forward[action.stage]
-    share = 1.0 if action.kind == BACKWARD else 0.5
-    return backward[action.stage] * share
-
-
 def timed(
     rows: Sequence[Sequence[Action]],
-    seconds: Callable[[Action], float],
+    forward: Sequence[float],
+    backward: Sequence[float],
     sending: float = 0.0,
 ) -> list[TimedAction]:
-    """Return when each action runs, in the order they begin. ``seconds``: of an action;
-    ``sending``: seconds from one place to another.
+    """Return when each action runs, in the order they begin. ``forward``, ``backward``:
+    seconds of each stage; ``sending``: seconds from one place to another.
 
     Raises PlanError if actions wait for one another in a cycle.
     """
@@ -182,7 +172,9 @@ def timed(
                     for end, at in map(ends.__getitem__, predecessors)
                 )
                 start = max([clock[place], *arrivals])
-                clock[place] = start + seconds(action)
+                of_stage = forward if action.kind == FORWARD else backward
+                share = 0.5 if action.kind in (INPUTS, WEIGHTS) else 1.0
+                clock[place] = start + of_stage[action.stage] * share
                 ends[action] = clock[place], place
                 slots.append(TimedAction(action, place, start, clock[place]))
                 ahead[place] += 1

@@ -41,6 +41,8 @@ _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 NAMES = ("dp", "cp", "tp")
 # The most places that stages are tried on.
 MOST_PLACES = 32
+# Microbatches for each stage where nobody says how many.
+PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,6 @@ class Request:
     meshes: tuple[Mesh, ...] = ()
     # Meshes with an axis of stages that a search may choose from as well.
     staged: tuple[Mesh, ...] = ()
-    # The schedule of the staged meshes, as the option ``pipeline``.
-    pipeline_schedule: str = "auto"
     # Axes along which ranks run programs of their own, of size 1 on ``mesh``.
     manual: ManualAxes | None = None
     # The user's options; a field of the same name comes before an option.
@@ -181,8 +181,6 @@ class Request:
     bodies: tuple[int, ...] = ()
     # The hardware on which schedule "auto" is priced; None: it chooses none.
     hardware: Hardware | None = None
-    # Whether a searched plan is first looked for on disk, and saved there.
-    cached: bool = False
     # Whether the graph contains the backward of its step.
     step: bool = False
     # The graph's name in dumps and logs.
@@ -252,11 +250,17 @@ class Request:
         return self.pipeline.mesh if self.pipeline else self.mesh
 
     @property
+    def parts(self) -> int:
+        """Return the number of microbatches to cut the batch into."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 1 if self.pipeline is None else PARTS * self.pipeline.places
+
+    @property
     def pipeline_order(self) -> str:
-        """Return the name of the pipeline's schedule."""
-        assert self.pipeline is not None, "of a program in stages"
-        if self.pipeline.schedule != "auto":
-            return self.pipeline.schedule
+        """Return the name of the schedule of a pipeline, if there is one."""
+        if self.options.pipeline != "auto":
+            return self.options.pipeline
         return schedules.AUTO if self.step else schedules.AUTO_SEPARATE
 
     def order_of(self, parts: int) -> str:
@@ -286,7 +290,7 @@ class Request:
         """Return the request for one of ``meshes`` or of ``staged``."""
         if pipeline_axis(mesh) is None:
             return replace(self, mesh=mesh, meshes=(), staged=())
-        planned, pipeline = split_off(mesh, self.pipeline_schedule)
+        planned, pipeline = split_off(mesh)
         return replace(self, mesh=planned, meshes=(), staged=(), pipeline=pipeline)
 
 

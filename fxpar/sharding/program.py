@@ -422,6 +422,42 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return results
 
 
+def followed(
+    node: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    passes: Callable[[fx.Node], bool],
+) -> list[fx.Node]:
+    """Return the readers or the operands of a node (``step``), through those that
+    ``passes`` says."""
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for other in step(stack.pop()):
+            (stack if passes(other) else out).append(other)
+    return out
+
+
+def demand(
+    nodes: Iterable[fx.Node],
+    order: dict[fx.Node, None],
+    among: Collection[fx.Node] | None = None,
+) -> None:
+    """Append nodes to the order, each after all that it reads; if ``among`` is given,
+    after what it reads of these."""
+    for node in nodes:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [
+                read
+                for read in top.all_input_nodes
+                if read not in order and (among is None or read in among)
+            ]
+            if top in order or not missing:
+                order.setdefault(stack.pop())
+            else:
+                stack += reversed(missing)
+
+
 def phase_of(node: fx.Node) -> str | None:
     """Return the phase of a node of a training step: "forward", "backward" or "update";
     None elsewhere."""

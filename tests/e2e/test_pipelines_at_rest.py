@@ -126,6 +126,42 @@ def test_stages_train_what_rests_in_parts(
         torch.testing.assert_close(x, want["state"][name], rtol=1e-9, atol=1e-11)
 
 
+def reported(options: dict[str, Any]) -> list[torch.Tensor]:
+    """A loss, the length of a parameter that the first and the last stage read too, and
+    the gradients of their sum."""
+    torch._dynamo.reset()
+    model = built()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+
+    def step(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(ids), model.embed.weight.square().mean().sqrt()
+
+    run = torch.compile(step, backend="fxpar", options=options) if options else step
+    loss, length = run(*batches()[0])
+    (loss + length).backward()
+    return [loss, length, *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "codegen"),
+    [
+        ("pp=2", "eager"),
+        pytest.param("pp=4", "eager", marks=pytest.mark.slow),
+        pytest.param("pp=2,dp=2", "eager", marks=pytest.mark.slow),
+        pytest.param("pp=2", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_parameter_at_rest_may_be_a_part_of_the_result(
+    mesh: str, codegen: str
+) -> None:
+    options = {"mesh": mesh, "codegen": codegen, "plan": "propagate"}
+    options |= {"microbatches": 2, "verify": True}
+    want = reported({})
+    for got in ranks_of(mesh).run(reported, options):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
@@ -144,6 +180,44 @@ def test_whole_steps_update_what_rests_in_parts(mesh: str, schedule: str) -> Non
         for kind in ("state", "moments", "buffers"):
             for name, x in want[kind].items():
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
+
+
+class Straighten(torch.optim.Optimizer):
+    """Its update reads all of a parameter, in another dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dim() == 2:
+                w = p.float()
+                p.sub_(w @ w.T @ w, alpha=1e-2)
+            p.sub_(p.grad, alpha=1e-2)
+
+
+def straightened(options: dict[str, Any]) -> list[torch.Tensor]:
+    model = built()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+    optimizer = Straighten(model.parameters())
+    if options:
+        step = fxpar.train_step(model, Tied.forward, optimizer, options=options)
+        losses = [step(*batch).item() for batch in batches()]
+    else:
+        losses, _ = loop(model, optimizer, batches())
+    return [torch.tensor(losses), *(whole(p) for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["pp=2", pytest.param("pp=2,dp=2", marks=pytest.mark.slow)]
+)
+def test_updates_gather_what_rests_in_parts(mesh: str) -> None:
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    want = straightened({})
+    for got in ranks_of(mesh).run(straightened, options | {"microbatches": 2}):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def epochs(

@@ -69,7 +69,9 @@ def planned(
         manual=ManualAxes(mesh, axes),
         mode=plan_mode(mode, options, mesh.size) if isinstance(mode, str) else mode,
         hardware=known_machine(options, mesh.size),
-        options=Options(schedule="none", expert_exchange=expert_exchange),
+        options=Options(
+            schedule="none", expert_exchange=expert_exchange, cache_plans=False
+        ),
         **asked,
     )
     return call, module, fastest_plan(module.graph, fake_mode, request), rests

@@ -79,8 +79,8 @@ def planned(
     signature = read_signature(module.graph, declare)
     asked = asked or SearchOptions(machine(), SECONDS)
     request = Request(
-        Mesh.parse(mesh), signature, {}, asked, cached=keep, name="g", rank=rank
-    )
+        Mesh.parse(mesh), signature, {}, asked, name="g", rank=rank
+    ).with_options(cache_plans=keep)
     return choose_plan.planned(module.graph, mode, change(request))
 
 

@@ -3,7 +3,6 @@ formulas in closed form, and chains are cut where that is best."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import random
@@ -30,9 +29,8 @@ from fxpar.sharding.spec import Spec
 SIZES = [(2, 1), (2, 4), (4, 2), (4, 8), (4, 12), (8, 16), (16, 32)]
 
 
-def alike(action: Action) -> float:
-    """Stages of one size: a backward takes twice a forward."""
-    return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+# Seconds of stages of one size: a backward takes twice a forward.
+ALIKE = [1.0] * 64, [2.0] * 64
 
 
 ORDERS = [
@@ -47,7 +45,7 @@ ORDERS = [
 def test_every_action_once_and_none_too_early(
     name: str, places: int, parts: int
 ) -> None:
-    slots = timed(rows_of(name, places, parts), alike)
+    slots = timed(rows_of(name, places, parts), *ALIKE)
     ends = {slot.action: slot.end for slot in slots}
     stages = places * schedules.SCHEDULES[name].rounds
     assert len(ends) == len(slots)
@@ -71,15 +69,15 @@ def test_every_action_once_and_none_too_early(
 def test_bubbles_are_those_of_the_formulas(places: int, parts: int) -> None:
     want = (places - 1) / (parts + places - 1)
     for name in ("gpipe", "1f1b"):
-        slots = timed(rows_of(name, places, parts), alike)
+        slots = timed(rows_of(name, places, parts), *ALIKE)
         assert bubble(slots, places) == pytest.approx(want)
     if parts % places == 0:
         want = (places - 1) / (2 * parts + places - 1)
         for name in ("interleaved", "looped_bfs"):
-            slots = timed(rows_of(name, places, parts), alike)
+            slots = timed(rows_of(name, places, parts), *ALIKE)
             assert bubble(slots, places) == pytest.approx(want)
-    slots = timed(rows_of("zero_bubble", places, parts), alike)
-    least = timed(rows_of("1f1b", places, parts), alike)
+    slots = timed(rows_of("zero_bubble", places, parts), *ALIKE)
+    least = timed(rows_of("1f1b", places, parts), *ALIKE)
     assert bubble(slots, places) <= bubble(least, places) + 1e-9
 
 
@@ -88,7 +86,7 @@ def test_bubbles_are_those_of_the_formulas(places: int, parts: int) -> None:
 def test_stages_forth_and_back_wait_least(name: str, places: int, parts: int) -> None:
     """Where the three parts of a stage's work take as long, p - 1 of them in 6 m (zero
     bubble, arXiv 2401.10241, section 6)."""
-    slots = timed(rows_of(name, places, parts), alike)
+    slots = timed(rows_of(name, places, parts), *ALIKE)
     want = (places - 1) / (6 * parts + places - 1)
     assert bubble(slots, places) == pytest.approx(want)
     assert schedules.stage_places(name, 2) == (0, 1, 1, 0)
@@ -103,7 +101,7 @@ def test_fewer_microbatches_take_an_order_of_the_same_stages() -> None:
     for name, places in itertools.product(schedules.SCHEDULES, (2, 3, 4)):
         for parts in range(1, 18):
             order = schedules.order_for(name, places, parts)
-            timed(rows_of(order, places, parts), alike)
+            timed(rows_of(order, places, parts), *ALIKE)
             own, other = (schedules.stage_places(x, places) for x in (name, order))
             assert own == other
     assert schedules.order_for("interleaved", 2, 8) == "interleaved"
@@ -115,7 +113,7 @@ def test_fewer_microbatches_take_an_order_of_the_same_stages() -> None:
 
 
 def test_a_picture_of_1f1b() -> None:
-    slots = timed(rows_of("1f1b", 2, 3), alike)
+    slots = timed(rows_of("1f1b", 2, 3), *ALIKE)
     assert (
         picture(slots, 2, 1.0)
         == "0: 0 1 . . a a 2 b b . c c\n1: . 0 a a 1 b b 2 c c . ."
@@ -123,7 +121,7 @@ def test_a_picture_of_1f1b() -> None:
 
 
 def test_forwards_alone() -> None:
-    slots = timed(rows_of("gpipe", 3, 4, trains=False), alike)
+    slots = timed(rows_of("gpipe", 3, 4, trains=False), *ALIKE)
     assert {slot.action.kind for slot in slots} == {"F"}
     assert bubble(slots, 3) == pytest.approx(2 / 6)
 
@@ -132,7 +130,7 @@ def test_actions_that_wait_for_each_other_are_refused() -> None:
     rows = rows_of("1f1b", 2, 2)
     rows[0].reverse()
     with pytest.raises(PlanError, match="wait for each other"):
-        timed(rows, alike)
+        timed(rows, *ALIKE)
 
 
 @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
@@ -144,17 +142,14 @@ def test_no_cut_beats_the_least_seconds_of_its_schedule(name: str) -> None:
         count = len(schedules.stage_places(name, places))
         forward = [rng.choice([0.0, 0.3, 1.0, 1.0]) for _ in range(count)]
         backward = [2 * x for x in forward]
-        seconds = functools.partial(
-            schedules.seconds_of, forward=forward, backward=backward
-        )
-        slots = timed(rows, seconds)
+        slots = timed(rows, forward, backward)
         end, part = max(slot.end for slot in slots), sum(forward) + sum(backward)
         assert least_staged(part, places, parts, name) <= end * (1 + 1e-9)
 
 
 def test_sending_takes_time() -> None:
     rows = rows_of("gpipe", 2, 1, trains=False)
-    assert max(slot.end for slot in timed(rows, alike, 0.5)) == 2.5
+    assert max(slot.end for slot in timed(rows, *ALIKE, 0.5)) == 2.5
 
 
 def test_axes_of_stages() -> None:

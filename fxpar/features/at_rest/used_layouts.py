@@ -50,7 +50,6 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.hints import Entries, Hint, axes_of, check, check_chunks, load, read
 from fxpar.sharding.mesh import Mesh, parts_among
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
-from fxpar.sharding.pipeline_schedule import AUTO_SEPARATE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Mode,
@@ -227,9 +226,7 @@ def decided(
         read_signature(module.graph, declare, *ends),
         hints,
         mode,
-        pipeline_schedule=AUTO_SEPARATE,
         microbatches=options.microbatches,
-        cached=True,
         name=name,
         rank=ranks.rank,
         options=Options(hardware=options.hardware),

@@ -28,7 +28,6 @@ from fxpar.graph.builder import shape_of
 from fxpar.passes.order.order_collectives import of_build
 from fxpar.passes.row_wise import keeps_rows
 from fxpar.runtime.steps.pipeline_state import JointState
-from fxpar.runtime.steps.plan_steps import parts_of
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -167,7 +166,7 @@ def _sent(
         exchange = min(seconds, key=seconds.__getitem__)
     if exchange == "gather":
         return None
-    microbatches = parts * parts_of(request)
+    microbatches = parts * request.parts
     sources = parts if tokens % microbatches else microbatches
     return sources, exchange == "exact" and may_be_exact
 
@@ -192,7 +191,7 @@ def _means(
     axes = manual.expert_axes if manual is not None else ()
     if manual is None or not axes or request.options.expert_exchange == "gather":
         return None
-    one_part = parts_of(request) == 1 and request.pipeline is None
+    one_part = request.parts == 1 and request.pipeline is None
     if not one_part or sequence_axes(request.mesh):
         return None
     groups, rows = manual.mesh.count(axes), shape_of(key)[0]

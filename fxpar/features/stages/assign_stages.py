@@ -16,7 +16,7 @@ continues.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from fxpar.sharding.hints import pins_unfit
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import is_draw, op_facts_of
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
-from fxpar.sharding.program import Program, backward_of, phase_of
+from fxpar.sharding.program import Program, backward_of, followed, phase_of
 from fxpar.sharding.propagate.conventions import batch_inputs
 from fxpar.sharding.search.price_stages import between_ops, cut_chain
 
@@ -130,9 +130,7 @@ class Kinds:
         if steps.is_step(node) or node.target is operator.getitem:
             # It is of the kind of the value that it moves, or takes a part of.
             source: Any = node.args[0]
-            base = viewed_value(source)
-            kinds = (self.forward, self.backward, self.everywhere)
-            return next((kind for kind in kinds if base in kind), None)
+            return self.kind_of(viewed_value(source))
         writes = op_facts_of(node.target).mutates
         if phase_of(node) == "update" or writes or is_draw(node):
             return self.everywhere
@@ -143,19 +141,10 @@ class Kinds:
         is_backward = not all(kind.isdisjoint(read) for kind in sources)
         return self.backward if is_backward else None
 
-
-def followed(
-    node: fx.Node,
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    passes: Callable[[fx.Node], bool],
-) -> list[fx.Node]:
-    """Return the readers or the operands of a node (``step``), through those that
-    ``passes`` says."""
-    out, stack = list[fx.Node](), [node]
-    while stack:
-        for other in step(stack.pop()):
-            (stack if passes(other) else out).append(other)
-    return out
+    def kind_of(self, node: fx.Node) -> set[fx.Node] | None:
+        """Return the kind that a node is of; None: it runs where it is read."""
+        kinds = (self.forward, self.backward, self.everywhere)
+        return next((kind for kind in kinds if node in kind), None)
 
 
 @dataclass(frozen=True)
@@ -420,12 +409,13 @@ def _stages(
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
-    """Return the weights that a node reads, through nodes without a home."""
+    """Return the weights that a node reads, through nodes that run where they are
+    read."""
     out: dict[fx.Node, None] = {}
     stack, seen = [*node.all_input_nodes], set[fx.Node]()
     while stack:
         read = stack.pop()
-        if read in seen or home_of(read) is not None:
+        if read in seen or kinds.kind_of(read) is not None:
             continue
         seen.add(read)
         if read in kinds.weights:

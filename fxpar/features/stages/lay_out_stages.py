@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.features.stages.assign_stages import (
     ALL,
     BACKWARD,
-    followed,
     home_in_stage,
     home_of,
 )
-from fxpar.features.stages.microbatches import demand
 from fxpar.graph import collective_nodes as steps
 from fxpar.graph import pipeline_ops as messages
 from fxpar.graph.builder import PART, PLACE, STAGE, Builder
@@ -40,7 +39,7 @@ from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
-from fxpar.sharding.program import descendants
+from fxpar.sharding.program import demand, descendants, followed
 
 ours = torch.ops.fxpar
 
@@ -265,6 +264,8 @@ class _StageLayout:
         node.meta[PLACE] = place
         for of_origin in (STAGE, "fxpar_reshard", "fxpar_parameter"):
             node.meta.pop(of_origin, None)
+        if target in messages.CROSSINGS:  # once: no backward asks for it again
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return node
 
     # Values sharded along the axis, and values that all places wait for
@@ -282,17 +283,16 @@ class _StageLayout:
         gathers = [
             node
             for node in self.order
-            if self._place(node) is None and self._is_along_stages(node)
+            if self._place(node) is None
+            and self._is_along_stages(node)
+            and node.target is steps.all_gather
         ]
-        for node in gathers:
-            if EVERY in places_of[node]:
-                self.value_at[node, EVERY] = self._copy(node, EVERY)
         places = range(self.mesh.axis_size(self.axis))
-        for target in places:
+        for target in (EVERY, *places):
             reads = [
                 node
                 for node in gathers
-                if target in places_of[node] and EVERY not in places_of[node]
+                if target in places_of[node] and (node, EVERY) not in self.value_at
             ]
             for bucket in messages.buckets(reads):
                 shards = [[self.at(n.args[0], i) for n in bucket] for i in places]

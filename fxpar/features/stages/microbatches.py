@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,10 @@ from fxpar.graph.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.localize import insert_reshards, partition
 from fxpar.passes.moved_rows import exchanged
 from fxpar.sharding import rank_ints
+from fxpar.sharding.candidates import parts_of
 from fxpar.sharding.decide import Decision, decide_in_time, whole_in_time
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, user_line
+from fxpar.sharding.program import Program, demand, user_line
 from fxpar.sharding.propagate.conventions import TIME, batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
@@ -80,8 +81,7 @@ def cut_microbatches(
             "this graph (TORCH_LOGS=graph_breaks shows it), or set microbatches=1",
         )
     rows = min(program.values[v].shape[0] for v in batch)
-    most = max(1, min(parts, rows))
-    count = max(n for n in range(1, most + 1) if rows % n == 0)
+    count = parts_of(rows, parts)
     notes = list[str]()
     if count < parts and required:
         notes.append(
@@ -202,8 +202,6 @@ class _Unroller:
     graph: fx.Graph = field(default_factory=fx.Graph)
     # Node of the old graph -> its value in each part, or the one that all parts share.
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    # The part that a new node belongs to; a node that is not here belongs to all parts.
-    part_of: dict[fx.Node, int] = field(default_factory=dict)
     # Sums that continue the sum of the parts before.
     sums: set[fx.Node] = field(default_factory=set)
 
@@ -249,7 +247,6 @@ class _Unroller:
         """Return what ``make_node`` makes; the nodes it adds belong to ``part``."""
         value, added = self._added(make_node)
         for node in added:
-            self.part_of[node] = part
             node.meta[PART] = part
         return value
 
@@ -349,14 +346,13 @@ class _Unroller:
     def joins(self) -> list[fx.Node]:
         """Return the values of all parts that are made of parts and that some op on a
         part reads: these come before what reads them in any part."""
-        from_parts: set[fx.Node] = set(self.part_of)
+        from_parts = {node for node in self.graph.nodes if PART in node.meta}
         out = []
         for node in self.graph.nodes:
             if not from_parts.isdisjoint(node.all_input_nodes):
                 from_parts.add(node)
             crosses = node in from_parts and any(
-                user in self.part_of
-                and self.part_of[user] != self.part_of.get(node, -1)
+                user.meta.get(PART) not in (None, node.meta.get(PART))
                 and not (user in self.sums and user.args[0] is node)
                 for user in node.users
             )
@@ -397,23 +393,10 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     )
     demand(unrolled.joins(), order)
     for part in range(unrolled.parts):
-        demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
+        demand((n for n in nodes if n.meta.get(PART) == part), order)
     demand(nodes, order)
     for node in order:
         output.prepend(node)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
-
-
-def demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
-    """Append nodes to the order, each after all that it reads."""
-    for node in nodes:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [n for n in top.all_input_nodes if n not in order]
-            if top in order or not missing:
-                order.setdefault(stack.pop())
-            else:
-                stack += reversed(missing)

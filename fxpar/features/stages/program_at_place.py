@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar import _torch
 from fxpar.graph.builder import PLACE, Builder
@@ -70,14 +69,10 @@ class _PlaceProgram:
             self.awaited[node in self.backward].append(copy)
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """Return a value, waited for where it arrives. It is sent once: a checkpointed
-        region of the user's does not ask for it again in the backward."""
+        """Return a value, waited for where it arrives."""
         if node not in self.copies:
             with self.build.at(node):
-                arrived = self.build.wait(self.arriving[node])
-            if "recompute" in arrived.meta:
-                arrived.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            self.copies[node] = arrived
+                self.copies[node] = self.build.wait(self.arriving[node])
         return self.copies[node]
 
     def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:

@@ -81,14 +81,12 @@ def _over_parts_rule(x: torch.Tensor, kind: str, *settings: Any) -> Rule:
     return make([before], [after], {"rows": rows, "ranks": ranks})
 
 
+# Steps that may leave a dim as it is.
+_ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)
+
 add_rows(
     dict.fromkeys(
-        (steps.all_reduce, steps.mask, steps.permute, steps.recv),
-        Row(lambda x, *_: _resized_dims_rule(x)),
-    )
-    | dict.fromkeys(
-        (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
-        Row(_resized_dims_rule),
+        (*_ALONG, steps.mask, steps.permute, steps.slice_), Row(_resized_dims_rule)
     )
     | {
         steps.move_rows: Row(
@@ -116,8 +114,6 @@ def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
 LOCAL.update(dict.fromkeys((*steps.NODES.values(), over_parts), _step))
 
 
-# Steps that may leave a dim as it is.
-_ALONG = (steps.all_reduce, steps.all_gather, steps.reduce_scatter, steps.all_to_all)
 # How many of the first operands of a product by expert have rows.
 _PRODUCTS = {"fxpar.own_expert_mm.default": 1, "fxpar.own_expert_outer.default": 2}
 

@@ -18,10 +18,9 @@ from fxpar.features.stages.lay_out_stages import lay_out_stages
 from fxpar.features.stages.microbatches import cut_microbatches
 from fxpar.features.stages.program_at_place import program_at
 from fxpar.graph.builder import PART
-from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.graph.pipeline_ops import is_laid_out
+from fxpar.runtime.caches.known_programs import groups_of
 from fxpar.runtime.steps.pipeline_state import JointState, RankState
-from fxpar.runtime.steps.plan_steps import parts_of
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
@@ -37,8 +36,6 @@ def find_stages(graph: fx.Graph, state: JointState) -> None:
     schedule of compute and collectives is given."""
     request, decision = state.request, state.decided
     assert request.pipeline is not None, "the step is on"
-    if state.open:
-        raise PlanError("stages need fixed sizes")
     _refuse_uneven(decision, request.pipeline)
     if request.options.schedule not in ("auto", "none"):
         raise ScheduleError(
@@ -46,9 +43,8 @@ def find_stages(graph: fx.Graph, state: JointState) -> None:
             fix="leave the schedule out, or the axis of stages",
         )
     hardware = request.hardware or lookup(UNNAMED)
-    priced = StageCosts(
-        hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
-    )
+    mesh = hardware.on(decision.mesh)
+    priced = StageCosts(hardware, mesh, request.pipeline, request.parts)
     places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
     inputs, axis = decision.program.signature.inputs, request.pipeline.axis
     names = [x.name for x in inputs if x.kind in ("parameter", "input")]
@@ -99,7 +95,7 @@ def _refuse_uneven(decision: Decision, pipeline: Pipeline) -> None:
 
 def cut_batch(graph: fx.Graph, state: JointState) -> fx.Graph:
     """Return a graph that runs the rank's batch in parts, one after the other."""
-    parts, required = parts_of(state.request), state.request.microbatches is not None
+    parts, required = state.request.parts, state.request.microbatches is not None
     if parts == 1 or (state.request.pipeline is not None and not state.stages):
         return graph
     mode = state.fake_mode
@@ -120,9 +116,7 @@ def order_stages(graph: fx.Graph, state: JointState) -> fx.Graph:
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     forward = [stage.forward_seconds for stage in state.stages]
     backward = [stage.backward_seconds for stage in state.stages]
-    slots = schedules.timed(
-        rows, lambda action: schedules.seconds_of(action, forward, backward)
-    )
+    slots = schedules.timed(rows, forward, backward)
     _refuse_writes(graph)
     staged = lay_out_stages(
         graph,
@@ -158,13 +152,6 @@ def take_place(graph: fx.Graph, state: RankState) -> fx.Graph:
     if not is_laid_out(graph):
         return graph
     ranks = state.ranks
-    names = (
-        arg
-        for node in graph.nodes
-        for arg in node.args
-        if isinstance(arg, str) and arg.startswith(GROUP_PREFIX)
-    )
-    for name in dict.fromkeys(names):
-        ranks.group(group_axes(name))
-    ranks.group(ranks.mesh.names)
+    for axes in (*groups_of(graph), ranks.mesh.names):
+        ranks.group(axes)
     return program_at(graph, ranks.mesh.index(ranks.rank, [pipeline.axis]))

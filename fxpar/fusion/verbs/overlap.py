@@ -428,13 +428,7 @@ def between(starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]
         at = at.next
         if any(n in after for n in at.all_input_nodes):
             after.add(at)
-    members: set[fx.Node] = {end for end in ends if end in after}
-    pending = list(members)
-    while pending:
-        for node in pending.pop().all_input_nodes:
-            if node in after and node not in members and node not in starts:
-                members.add(node)
-                pending.append(node)
+    members = ancestors((end for end in ends if end in after), after - set(starts))
     return sorted(members - set(starts))
 
 

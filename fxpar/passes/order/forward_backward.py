@@ -7,7 +7,7 @@ recomputed in the backward, and ``schedule`` has run on both. It is for
 ``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` says which settings
 give one order. Never: the given graph changes.
 
-``tag`` tags a graph for AOTAutograd's partitioner, in place, by three functions:
+``tag`` tags a graph for AOTAutograd's partitioner, in place, by two functions:
 
 ``regather``: values that are gathered from parameters at rest, and computed from
 nothing else, are recomputed, so that the partitioner saves this rank's shard for the
@@ -19,10 +19,6 @@ shards, or the ranks' inputs, have different sizes one rank could recompute a co
 whose result another saved, and wait for it forever; so nodes that read recomputed
 values in the forward are saved: recomputed are only values that the backward itself
 reads, on all ranks.
-
-``save_of_stages``: a parameter that is sharded over the axis of stages and read at all
-places is gathered by all of them, once: the backward of one place may not read it, and
-would not take part in a second gather.
 """
 
 from __future__ import annotations
@@ -32,14 +28,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.graph.builder import PLACE, part_of
-from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
+from fxpar.graph.builder import part_of
 from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
     DEFAULT,
@@ -52,14 +45,11 @@ from fxpar.passes.order.order_collectives import (
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
-transfer = torch.ops.fxpar.transfer.default
-
 
 def tag(graph: fx.Graph, *, keep_gathered: bool, save_readers: bool) -> None:
     """Tag what the forward saves and what the backward computes or gathers again.
     ``keep_gathered``: parameters are not gathered again; ``save_readers``: shards, or
     the inputs of ranks, have different sizes."""
-    save_of_stages(graph)
     if not keep_gathered:
         regather(graph)
     if save_readers:
@@ -76,25 +66,14 @@ def save_readers_of_recomputed(graph: fx.Graph) -> None:
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
-def save_of_stages(graph: fx.Graph) -> None:
-    """Tag values that all stages gather together to be saved, in place."""
-    groups = {node.args[-1] for node in graph.nodes if node.target in CROSSINGS}
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
-        gather = wait.args[0]
-        if wait.meta.get(PLACE) == EVERY and gather.args[-1] in groups:
-            for node in (gather, wait):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
 def regather(graph: fx.Graph) -> None:
     """Tag gathered parameters to be recomputed, in place."""
     if not depending_on_tangents(graph):
         return
     tagged: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is transfer:
-            continue  # a value that another place sent is kept: it is sent once
-        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        if node.op != "call_function" or is_saved:
             continue
         read = node.all_input_nodes
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):

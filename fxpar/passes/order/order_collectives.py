@@ -48,8 +48,10 @@ from fxpar.passes.order.bucket_collectives import (
 from fxpar.passes.order.delay_work import (
     WAIT,
     delay,
+    derived_from,
     from_inputs,
     hoist,
+    is_cheap,
     is_chunk,
     is_pure,
     is_write,
@@ -177,14 +179,19 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     """Start each gather of parameters where the gather ``ahead`` before it is first
     read, so that it overlaps with the work on that. FSDP starts one ahead: more hold
     more in memory. The partitioner puts gathers that a backward repeats at its top, in
-    the forward's order, so all are first moved to where they are read. Gathers of
-    several stages stay where they are."""
-    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
-    staying = {n for gather in _gathers_of_stages(graph) for n in needed(gather)}
-    movable = (n for n in input_derived if n.op != "placeholder")
-    sink(graph, {node for node in movable if node not in staying})
+    the forward's order, so all are first moved to where they are read. Gathers among
+    stages stay where they are, since each stage has other nodes between its
+    messages."""
+    of_stages = {message.args[-1] for message in _messages(graph)}
+
+    def may_move(node: fx.Node) -> bool:
+        among_stages = node.target is _GATHER and node.args[-1] in of_stages
+        return not among_stages and (is_cheap(node) or node.target in (_GATHER, WAIT))
+
+    input_derived = derived_from(graph.find_nodes(op="placeholder"), may_move)
+    sink(graph, {node for node in input_derived if node.op != "placeholder"})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    ends = [n for n in _read_next(gathers, input_derived) if n not in staying]
+    ends = _read_next(gathers, input_derived)
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
@@ -211,29 +218,9 @@ def _read_next(
     ]
 
 
-def gather_before_messages(graph: fx.Graph) -> None:
-    """Move gathers of graph inputs that ranks of all stages take part in before the
-    first message between stages, in their order. The place where they are first read
-    differs by stage: else a rank could wait for a message from one that waits for it in
-    a gather."""
-    messages = _messages(graph)
-    for gather in _gathers_of_stages(graph):
-        hoist(gather, messages[0])
-
-
 def _messages(graph: fx.Graph) -> list[fx.Node]:
     """Return the messages between stages, in order."""
     return calls_where(graph, MESSAGES.__contains__)
-
-
-def _gathers_of_stages(graph: fx.Graph) -> list[fx.Node]:
-    """Return the gathers of graph inputs along the axis of stages, in order."""
-    groups = {node.args[-1] for node in _messages(graph)}
-    if not groups:
-        return []
-    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
-    gathers = graph.find_nodes(op="call_function", target=_GATHER)
-    return [n for n in gathers if n in input_derived and n.args[-1] in groups]
 
 
 def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
@@ -480,11 +467,6 @@ ORDER = (
     Pass("drop_unread", lambda graph, _: drop_unread(graph), optional=False),
     Pass("recompute_in_step", lambda graph, _: recompute_in_step(graph)),
     Pass("bucket", join),
-    Pass(
-        "gather_before_messages",
-        lambda graph, _: gather_before_messages(graph),
-        optional=False,
-    ),
     Pass("start_first", lambda graph, _: start_first(graph)),
     Pass("sink_waits", lambda graph, _: sink_waits(graph)),
     Pass("wait_last", lambda graph, _: wait_last(graph)),

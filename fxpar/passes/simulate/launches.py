@@ -27,8 +27,8 @@ from fxpar._torch.fake import is_data_dependent
 from fxpar._torch.objects import tensors_in
 from fxpar.errors import PlanError
 from fxpar.graph import exact_ops
-from fxpar.graph import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
+from fxpar.graph.pipeline_ops import CROSSINGS
 from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
 from fxpar.sharding.cost.op import bytes_of, nbytes_of
@@ -201,14 +201,6 @@ def _sizes(value: torch.Tensor) -> str:
     return f"[{', '.join(sizes)}]"
 
 
-# Message between stages -> its kind.
-MESSAGES = {
-    ours.transfer.default: "send",
-    ours.spread.default: "broadcast",
-    ours.scatter.default: "scatter",
-}
-
-
 def facts_of(
     graph: fx.Graph,
 ) -> tuple[tuple[Collective, ...], tuple[tuple[Reshard, int], ...]]:
@@ -219,7 +211,7 @@ def facts_of(
     for phase in phases(graph):
         sent_bytes: dict[Reshard, int] = defaultdict(int)
         for node in phase:
-            is_sent = node.target in PRODUCTS or node.target in MESSAGES
+            is_sent = node.target in PRODUCTS or node.target in CROSSINGS
             is_sent = is_sent or is_collective(node)
             if is_sent and group_of_call(node).startswith(GROUP_PREFIX):
                 sent.append(_collective(node))
@@ -234,7 +226,7 @@ def _collective(node: fx.Node) -> Collective:
     if node.target is ours.move_rows.default:
         kind, nbytes = message_of(node)
         return Collective(kind, axes, round(nbytes), source)
-    kind = (KINDS | PRODUCTS | MESSAGES)[node.target]
+    kind = (KINDS | PRODUCTS | CROSSINGS)[node.target]
     return Collective(kind, axes, _size(node), source)
 
 

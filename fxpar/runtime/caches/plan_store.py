@@ -54,7 +54,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         _torch.version.own_version(),
         repr(replace(mode, seconds=0.0)),
         repr([request.mesh, *request.meshes, *request.staged]),
-        repr((request.pipeline, request.pipeline_schedule)),
+        repr((request.pipeline, request.pipeline_order)),
         repr(request.as_planned),
         repr(list(request.hints.items())),
         repr(

@@ -68,8 +68,8 @@ def _open_decision(state: JointState) -> Decision:
         return state.decided
     if not state.decided.is_even:
         raise PlanError("unequal shards need fixed sizes")
-    if (state.request.microbatches or 1) > 1:
-        raise PlanError("microbatches need fixed sizes")
+    if state.request.is_in_parts:
+        raise PlanError("stages and microbatches need fixed sizes")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 

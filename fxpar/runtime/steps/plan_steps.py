@@ -55,9 +55,6 @@ from fxpar.sharding.search.run_search import (
 
 log = logging.getLogger("fxpar")
 
-# Microbatches for each stage where nobody says how many.
-PARTS = 4
-
 
 def on_whole_mesh(decision: Decision, request: Request) -> Decision:
     """Return the decision for the ranks of one stage and one place along manual axes as
@@ -72,13 +69,6 @@ def on_whole_mesh(decision: Decision, request: Request) -> Decision:
     return decision
 
 
-def parts_of(request: Request) -> int:
-    """Return the number of microbatches to cut the batch into."""
-    if request.microbatches is not None:
-        return request.microbatches
-    return 1 if request.pipeline is None else PARTS * request.pipeline.places
-
-
 def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     """Follow the plan that the request or the disk has, if there is one."""
     request = state.request = _searchable(state.request)
@@ -89,7 +79,8 @@ def look_up_plan(graph: fx.Graph, state: JointState) -> None:
     if not request.meshes and request.mesh.can_be_cut:
         request = _on(state, refine(state.program, request))
     mode = request.mode
-    if not (request.cached and plan_store.is_on() and isinstance(mode, SearchOptions)):
+    is_kept = request.options.cache_plans and plan_store.is_on()
+    if not is_kept or not isinstance(mode, SearchOptions):
         return
     state.key = plan_store.key_of(state.program, state.graph, request)
     stored = plan_store.load(state.key, mode.seconds)
@@ -215,8 +206,7 @@ def make_plan(graph: fx.Graph, state: JointState) -> None:
     if state.recalled is None and (request.meshes or state.decision is None):
         with stage(SEARCH if _is_searched(request) else PLAN), old_objects_kept():
             if request.meshes or _is_searched(request):
-                parts = parts_of(request)
-                state.decision, state.request = choose(state.program, request, parts)
+                state.decision, state.request = choose(state.program, request)
             else:
                 state.decision = decide_on(state.program, request)
             if state.open_shares and _is_searched(request):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar._torch.objects import tensors_in
 from fxpar.sharding.cost.op import bytes_of, is_light, is_pointwise, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
-from fxpar.sharding.program import ancestors, depending_on_tangents
+from fxpar.sharding.program import ancestors, demand, depending_on_tangents
 
 # By tag of a checkpoint: whether the backward computes a value again.
 _TAGGED = {
@@ -63,24 +63,9 @@ def with_operands(
 ) -> list[fx.Node]:
     """Return the calls of ``backward``, and those of ``recomputed`` that these need,
     each before its first reader."""
-    placed: set[fx.Node] = set()
-    out: list[fx.Node] = []
-    for node in calls:
-        stack = [node] if node in backward else []
-        while stack:
-            missing = [
-                read
-                for read in stack[-1].all_input_nodes
-                if read in recomputed and read not in placed
-            ]
-            if missing:
-                stack += reversed(missing)
-                continue
-            ready = stack.pop()
-            if ready not in placed:
-                placed.add(ready)
-                out.append(ready)
-    return out
+    order: dict[fx.Node, None] = {}
+    demand((node for node in calls if node in backward), order, recomputed)
+    return list(order)
 
 
 def computed_again(

@@ -559,9 +559,7 @@ def price_stages(
     ]
     sending = max((sent[i] for i in cuts), default=0.0)
 
-    slots = schedules.timed(
-        rows, lambda action: schedules.seconds_of(action, forward, backward), sending
-    )
+    slots = schedules.timed(rows, forward, backward, sending)
     end = max(slot.end for slot in slots) + max(once)
     busy = sum(forward) + sum(backward)
     return StagedStep(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar.errors import FxparError, HintError, MeshError, OptionError, PlanError
@@ -117,6 +118,17 @@ class Losses(nn.Module):
         return {"loss": (weights * torch.stack(losses)).sum(), "parts": (total, x)}
 
 
+class Checkpointed(nn.Module):
+    """What crosses between stages is in a region that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.blocks, x, use_reentrant=False)
+
+
 class Tied(nn.Module):
     """The first stage and the last read one weight."""
 
@@ -146,6 +158,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "skips": (lambda: exact(Skips()), rows),
     "nested": (lambda: exact(Nested()), rows),
     "losses": (lambda: exact(Losses()), rows),
+    "checkpointed": (lambda: exact(Checkpointed()), rows),
     "tied": (lambda: exact(Tied()), ids),
 }
 
@@ -297,6 +310,15 @@ def test_stages_are_contiguous_and_messages_few(
     assert late
 
 
+def test_messages_of_a_checkpointed_region_are_sent_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "checkpointed", "pp=2", 4)
+    sends = [c for c in plan.collectives if c.kind == "send"]
+    assert len(sends) == len(crossings(plan))
+    assert error_of(plan, rows()) < 1e-11
+
+
 def test_a_tied_weight_is_read_twice_and_its_gradients_cross_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -308,11 +330,16 @@ def test_a_tied_weight_is_read_twice_and_its_gradients_cross_once(
     assert len(weights) == 1
 
 
-def test_hints_pin_parameters_to_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned(monkeypatch, "blocks", "pp=2", 2, hints={"1.*": "pp=1"})
-    first, last = plan.stages
-    assert {name[0] for name in first.parameters} == {"0"}
-    assert {name[0] for name in last.parameters} == {"1", "2", "3"}
+@pytest.mark.parametrize(
+    ("hint", "cut"),
+    [({"1.*": "pp=1"}, ["0", "123"]), ({"2.*": "pp=0"}, ["012", "3"])],
+)
+def test_hints_pin_parameters_to_stages(
+    hint: dict[str, str], cut: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2", 2, hints=hint)
+    names = [{name[0] for name in stage.parameters} for stage in plan.stages]
+    assert names == [*map(set, cut)]
     assert error_of(plan, rows()) < 1e-11
 
 

@@ -426,7 +426,7 @@ def staged_choice(
     line = Mesh((("dp", ranks),))
     meshes = staged_candidates(ranks, on)
     request = Request(line, trained().signature, mode=options, staged=meshes)
-    request = replace(request, pipeline_schedule="1f1b")
+    request = request.with_options(pipeline="1f1b")
     choice, (note,) = fastest_staged(trained(), request, bar)
     return choice, note
 

@@ -95,7 +95,7 @@ def test_activations_of_a_part_have_to_fit(meshes: tuple[Mesh, ...]) -> None:
     request = replace(request, microbatches=PARTS)
 
     def decided(asked: Request) -> SearchResult:
-        decision, _ = choose(program, asked, PARTS)
+        decision, _ = choose(program, asked)
         assert decision.search is not None
         return decision.search
 
