@@ -275,24 +275,24 @@ class Builder:
         largest = shard_sizes.largest(rows, self.mesh, axes)
         return self._of_rank(rank_ints.own_size, largest, axes, rows)
 
-    def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
-        """Return ``base`` + the first row that this rank holds of a dim of ``rows``."""
+    def own_start(
+        self, rows: Size, axes: Sequence[str], base: Size = 0, times: int = 1
+    ) -> Size:
+        """Return ``base`` + ``times`` the first row that this rank holds of a dim of
+        ``rows``."""
         if not axes:
             return base
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
-            return self.offset(axes, rows // self.mesh.count(axes), base)
+            assert not isinstance(base, fx.Node), "of equal shards"
+            return self.offset(axes, rows // self.mesh.count(axes) * times, base)
         start = self._of_rank(rank_ints.own_start, 0, axes, rows)
+        start = self.compute(operator.mul, start, times)
         return self.compute(operator.add, start, base)
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
         """Return the row after this rank's last row of a dim of ``rows``."""
-        assert not isinstance(rows, fx.Node), "of a dim whose size is known"
-        if shard_sizes.is_even(rows, self.mesh, axes):
-            size = rows // self.mesh.count(axes)
-            return self.offset(axes, size, size)
-        start, size = self.own_start(rows, axes), self.own_size(rows, axes)
-        return self.compute(operator.add, start, size)
+        return self.own_start(rows, axes, self.own_size(rows, axes))
 
     def part_sizes(self, rows: int, axes: Sequence[str], axis: str) -> list[Size]:
         """Return the sizes of the parts into which ``axis`` splits this rank's shard
@@ -309,14 +309,6 @@ class Builder:
         return [
             self._of_rank(target, n, axes, rows, axis, i) for i, n in enumerate(sizes)
         ]
-
-    def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
-        """Return the largest of ``part_sizes``."""
-        own = self.own_size(rows, axes)
-        if not isinstance(own, fx.Node):
-            return shard_sizes.largest(own, self.mesh, (axis,))
-        largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
-        return self._of_rank(rank_ints.largest_part, largest, axes, rows, axis)
 
     def window_rows(self, exchange: Exchange) -> Size:
         """Return the rows of the window that this rank reads, or adds; its fake value
@@ -409,12 +401,14 @@ class Builder:
             out = size if out == 1 else self.compute(operator.mul, out, size)
         return out
 
-    def iota(self, n: Size, device: torch.device, step: int = 1) -> fx.Node:
-        """Return the integers ``0, step, ..., (n - 1) * step``."""
+    def iota(
+        self, n: Size, device: torch.device, step: int = 1, start: Size = 0
+    ) -> fx.Node:
+        """Return the integers ``start, start + step, ..., start + (n - 1) * step``."""
         return self.call(
             torch.ops.prims.iota.default,
             n,
-            start=0,
+            start=start,
             step=step,
             dtype=torch.int64,
             device=device,

@@ -398,8 +398,8 @@ def lower_uneven(
         fewer = min(cut.before[d], cut.after[d], key=len)
         gathers = fewer == cut.after[d]
         if shard_sizes.has_shares(build.mesh, axes):
-            room = build.largest_part(cut.shape[d], fewer, axes[0])
             parts = build.part_sizes(cut.shape[d], fewer, axes[0])
+            room = reduce(partial(build.compute, max), parts)
             if gathers:
                 joined_dims[d] = room, parts
             else:

@@ -82,8 +82,7 @@ def _with_one_mask(
     places = []
     for i, start in enumerate(_starts(call, query)):
         count = call.operand_shape(query + i)[_SEQUENCE]
-        own = build.iota(count, mask.meta["val"].device)
-        places.append(build.call(aten.add.Tensor, own, start))
+        places.append(build.iota(count, mask.meta["val"].device, start=start))
     mask = merge_attention.of_places(build, mask, *places)
     if name == "attn_bias":
         mask = merge_attention.aligned(build, mask)

@@ -228,8 +228,7 @@ def _first_bag(call: LocalCall, position: int, by: int = 1) -> Size:
     """Return the number of this rank's first bag, times ``by``. ``position``: of a
     tensor that has a row for each bag."""
     axes = (*call.operands, *call.results)[position].dims[0]
-    start = call.build.own_start(call.shapes[position][0], axes)
-    return 0 if start == 0 else call.build.compute(operator.mul, start, by)
+    return call.build.own_start(call.shapes[position][0], axes, times=by)
 
 
 def _begins(call: LocalCall, offsets: fx.Node, position: int) -> fx.Node:

@@ -187,16 +187,9 @@ def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Nod
     scatter, so that it fuses with the ops around it."""
     like, build = index.meta["val"], call.build
     rows, axes = call.shapes[0][dim], call.operands[0].dims[dim]
-    iota = build.call(
-        prims.iota.default,
-        build.own_size(rows, axes),
-        start=build.own_start(rows, axes),
-        step=1,
-        dtype=like.dtype,
-        device=like.device,
-        requires_grad=False,
-    )
-    rows = trailing(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
+    own, start = build.own_size(rows, axes), build.own_start(rows, axes)
+    numbers = build.cast(build.iota(own, like.device, start=start), like.dtype)
+    rows = trailing(call, numbers, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
     return build.call(aten.eq.Tensor, rows, index)
 
 

@@ -199,9 +199,7 @@ def rows_read(
     build, reach = call.build, window.reach
     device = call.node.all_input_nodes[0].meta["val"].device
     axes = axes_of(call, window.position, window.dim)
-    i = build.call(
-        aten.add.Tensor, build.iota(own, device), build.own_start(window.count, axes)
-    )
+    i = build.iota(own, device, start=build.own_start(window.count, axes))
     i = build.call(aten.clamp_max.default, i, window.count - 1)
     first = build.call(aten.mul.Tensor, i, reach.step)
     first = build.call(aten.add.Tensor, first, reach.first)
