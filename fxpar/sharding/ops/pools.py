@@ -34,7 +34,7 @@ from torch import fx
 from fxpar.graph.builder import Size
 from fxpar.sharding.factors import Reach, RowWindow, Rule
 from fxpar.sharding.op_table import by_rank, each, make, names, rows, text
-from fxpar.sharding.ops.convolution import SlidingWindow, spatial_dims, windows
+from fxpar.sharding.ops.convolution import spatial_dims, windows
 from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -69,7 +69,7 @@ class _Maximum(NamedTuple):
     dilation: Numbers = 1
     ceil: bool = False
 
-    def may_be_halo(self, window: SlidingWindow) -> bool:
+    def may_be_halo(self, window: Reach) -> bool:
         """Return whether a dim may be split as halos: with ``ceil`` none whose windows
         end before its shard's rows do, as a window that begins after the padding would
         be dropped."""
@@ -86,7 +86,7 @@ class _Average(NamedTuple):
     count_padding: bool = True
     divisor: int | None = None
 
-    def may_be_halo(self, window: SlidingWindow) -> bool:
+    def may_be_halo(self, window: Reach) -> bool:
         """Return whether a dim may be split as halos, as that of a maximum, and all its
         windows count equally many rows."""
         counts = self.divisor is not None or window.is_counting_all(self.count_padding)
@@ -96,7 +96,7 @@ class _Average(NamedTuple):
 _Pool = _Maximum | _Average
 
 
-def _slid(pool: _Pool, k: int) -> list[SlidingWindow]:
+def _slid(pool: _Pool, k: int) -> list[Reach]:
     """Return the windows over the last ``k`` dims."""
     dilation = pool.dilation if isinstance(pool, _Maximum) else 1
     return windows(pool.kernel, pool.stride, pool.padding, dilation, k)
@@ -327,14 +327,12 @@ def _divided(
     build, value = call.build, x.meta["val"]
     for d, window in enumerate(_slid(pool, k), value.dim() - k):
         rows, axes = call.shapes[many][d], axes_of(call, few, d)
-        beyond = window.padding * pool.count_padding
-        start = build.own_start(call.shapes[few][d], axes)
-        place = build.iota(call.shape_at(few)[d], value.device, start=start)
-        place = build.call(aten.mul.Tensor, place, window.stride)
-        first = build.call(aten.sub.Tensor, place, window.padding)
-        end = build.call(aten.add.Tensor, first, window.kernel)
-        first = build.call(aten.clamp_min.default, first, -beyond)
-        end = build.call(aten.clamp_max.default, end, rows + beyond)
+        before = window.first * pool.count_padding
+        start = build.own_start(call.shapes[few][d], axes, window.first, window.step)
+        first = build.iota(call.shape_at(few)[d], value.device, window.step, start)
+        end = build.call(aten.add.Tensor, first, window.span)
+        first = build.call(aten.clamp_min.default, first, before)
+        end = build.call(aten.clamp_max.default, end, rows - before)
         counted = build.call(aten.sub.Tensor, end, first)
         counted = _along(call, build.cast(counted, value.dtype), x, d)
         x = build.call(aten.div.Tensor, x, counted)
