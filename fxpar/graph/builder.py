@@ -347,15 +347,32 @@ class Builder:
         rows = [n for size in reversed(amounts) for n in (0, size)]
         return self.pad_ends(x, rows, fill)
 
+    def pad_dim(
+        self, x: fx.Node, dim: int, before: Size, after: Size, fill: float = 0
+    ) -> fx.Node:
+        """Return ``x`` with more rows at both ends of one dim."""
+        later = x.meta["val"].dim() - 1 - dim
+        return self.pad_ends(x, [*[0, 0] * later, before, after], fill)
+
     def pad_ends(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
         """Return ``x`` with more rows at both ends of each dim, ``amounts`` as in
-        ``constant_pad_nd``. Booleans are padded as bytes: Inductor's (2.13) C++ for a
-        padded comparison of 8-byte values does not compile."""
+        ``constant_pad_nd``; ``x`` itself if there are none. Booleans are padded as
+        bytes: Inductor's (2.13) C++ for a padded comparison of 8-byte values does not
+        compile."""
+        if not any(amounts):
+            return x
         dtype = x.meta["val"].dtype
         if dtype is torch.bool:
             x = self.cast(x, torch.uint8)
         padded = self.call(torch.ops.aten.constant_pad_nd.default, x, amounts, fill)
         return self.cast(padded, dtype)
+
+    def first_rows(self, x: fx.Node, sizes: Iterable[tuple[int, Size]]) -> fx.Node:
+        """Return ``x`` with only the first rows of some dims. ``sizes``: (dim, number
+        of its rows)."""
+        for dim, size in sizes:
+            x = self.call(torch.ops.aten.slice.Tensor, x, dim, 0, size)
+        return x
 
     def where(
         self, condition: fx.Node, x: fx.Node, other: bool | int | float

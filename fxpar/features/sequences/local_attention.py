@@ -203,7 +203,7 @@ def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
 
 def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
     """Return a log-sum-exp with this many more queries, which see nothing."""
-    return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
+    return call.build.pad_dim(lse, 2, 0, queries, math.inf)
 
 
 def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:

@@ -126,7 +126,7 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     padding = -shape[-1] % _GRAIN
     if not padding:
         return mask
-    padded = build.pad(mask, (*(0 for _ in shape[1:]), padding))
+    padded = build.pad_dim(mask, len(shape) - 1, 0, padding)
     return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
 
 

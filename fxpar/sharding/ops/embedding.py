@@ -34,7 +34,6 @@ from fxpar.sharding.ops.local_call import (
     part_of,
     rows_at,
     trailing,
-    without_spares,
 )
 
 aten = torch.ops.aten
@@ -207,7 +206,7 @@ def _local_embedding_backward(
     # The spare row takes the padding as well, so that no local row is taken for it.
     more = call.build.compute(operator.add, part.n, 1)
     result = call.same(grad, places, more, part.n, by_count)
-    return without_spares(call, result, [part])
+    return call.build.first_rows(result, [(part.dim, part.n)])
 
 
 def _own_places(
@@ -332,7 +331,8 @@ def _local_bag_backward(
         tensors[-1] = _own_places(call, tensors[-1], padding)[1]
     more = call.build.compute(operator.add, part.n, 1)
     settings = more, by_count, mode, *rest, part.n
-    return without_spares(call, call.same(grad, places, *tensors, *settings), [part])
+    result = call.same(grad, places, *tensors, *settings)
+    return call.build.first_rows(result, [(part.dim, part.n)])
 
 
 def _local_scales_backward(

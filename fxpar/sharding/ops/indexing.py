@@ -32,7 +32,6 @@ from fxpar.sharding.ops.local_call import (
     part_of,
     trailing,
     with_spares,
-    without_spares,
 )
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -467,7 +466,7 @@ def _put(
     places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
     accumulating = (True,) if accumulate else ()
     put = call.same(with_spares(call, x, list(parts)), places, values, *accumulating)
-    return without_spares(call, put, list(parts.values()))
+    return call.build.first_rows(put, [(dim, part.n) for dim, part in parts.items()])
 
 
 def _add_to_windows(

@@ -345,8 +345,7 @@ def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.No
             before = build.compute(operator.mod, start, n)
             after = build.compute(operator.add, before, shape[dim])
             after = build.compute(operator.sub, turns * n, after)
-            amounts = [0, 0] * (len(shape) - 1 - dim)
-            x = build.pad_ends(x, [*amounts, before, after])
+            x = build.pad_dim(x, dim, before, after)
     shape[dim : dim + 1] = [turns, n]
     parts = build.call(aten.reshape.default, x, shape)
     return build.call(aten.sum.dim_IntList, parts, [dim])
@@ -361,8 +360,7 @@ def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx
     for i, x in enumerate(parts):
         if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
             missing += 1
-            dims_after = len(shape) - 1 - dim
-            x = build.pad_ends(x, [0, 0] * dims_after + [0, 1])
+            x = build.pad_dim(x, dim, 0, 1)
         rows.append(build.call(aten.unsqueeze.default, x, dim + 1))
     stacked = build.call(aten.cat.default, rows, dim + 1)
     shape[dim] += missing
