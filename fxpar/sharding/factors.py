@@ -216,9 +216,7 @@ class Rule:
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()
-    # Whether all shards of every factor must be equal.
-    even: bool = False
-    # Factors whose shards must be equal, if not all factors' shards.
+    # Factors whose shards must be equal.
     evenly: frozenset[str] = frozenset()
     # (factor, rows) that every rank must have of it, unless all shards are equal.
     least: tuple[tuple[str, int], ...] = ()
@@ -276,11 +274,6 @@ class Rule:
         moved = (f for t in self.tensors for d in dims for f in t[d])
         read = (f for w in self.windows for f in self.tensors[w.position][w.dim])
         return frozenset(read).union(moved)
-
-    @cached_property
-    def even_factors(self) -> frozenset[str]:
-        """Return the factors whose shards must be equal."""
-        return frozenset(self.factors) if self.even else self.evenly
 
     @cached_property
     def exchanged(self) -> frozenset[str]:

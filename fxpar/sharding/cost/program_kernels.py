@@ -131,8 +131,6 @@ def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
         return mesh.count(axes)
     if shard_sizes.has_shares(mesh, axes):
         return rows / (_slowest_rows(rows, mesh, axes) or 1)
-    if shard_sizes.is_even(rows, mesh, axes):
-        return mesh.count(axes)
     return rows / shard_sizes.largest(rows, mesh, axes)
 
 

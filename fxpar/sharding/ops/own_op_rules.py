@@ -171,7 +171,7 @@ def _edge(
         passages=(Passage((0,), MOVEMENT),),
         pinned=tuple((factor(axis), (axis,)) for axis in sizes),
         summed=frozenset(factor(axis) for axis in layout.partial_axes),
-        even=True,
+        evenly=frozenset(rule.factors),
     )
 
 
@@ -194,7 +194,8 @@ def _collective(
     if kind in ("all_gather", "all_to_all", "permute"):
         passes = MOVEMENT
     passages = (Passage((0,), passes),) if passes else ()
-    return replace(make([words], [words], passages=passages), even=True)
+    rule = make([words], [words], passages=passages)
+    return replace(rule, evenly=frozenset(rule.factors))
 
 
 def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
