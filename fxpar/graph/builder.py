@@ -275,24 +275,24 @@ class Builder:
         largest = shard_sizes.largest(rows, self.mesh, axes)
         return self._of_rank(rank_ints.own_size, largest, axes, rows)
 
-    def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
-        """Return ``base`` + the first row that this rank holds of a dim of ``rows``."""
+    def own_start(
+        self, rows: Size, axes: Sequence[str], base: Size = 0, times: int = 1
+    ) -> Size:
+        """Return ``base`` + ``times`` the first row that this rank holds of a dim of
+        ``rows``."""
         if not axes:
             return base
         assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
-            return self.offset(axes, rows // self.mesh.count(axes), base)
+            assert not isinstance(base, fx.Node), "of equal shards"
+            return self.offset(axes, rows // self.mesh.count(axes) * times, base)
         start = self._of_rank(rank_ints.own_start, 0, axes, rows)
+        start = self.compute(operator.mul, start, times)
         return self.compute(operator.add, start, base)
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
         """Return the row after this rank's last row of a dim of ``rows``."""
-        assert not isinstance(rows, fx.Node), "of a dim whose size is known"
-        if shard_sizes.is_even(rows, self.mesh, axes):
-            size = rows // self.mesh.count(axes)
-            return self.offset(axes, size, size)
-        start, size = self.own_start(rows, axes), self.own_size(rows, axes)
-        return self.compute(operator.add, start, size)
+        return self.own_start(rows, axes, self.own_size(rows, axes))
 
     def part_sizes(self, rows: int, axes: Sequence[str], axis: str) -> list[Size]:
         """Return the sizes of the parts into which ``axis`` splits this rank's shard
@@ -309,14 +309,6 @@ class Builder:
         return [
             self._of_rank(target, n, axes, rows, axis, i) for i, n in enumerate(sizes)
         ]
-
-    def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
-        """Return the largest of ``part_sizes``."""
-        own = self.own_size(rows, axes)
-        if not isinstance(own, fx.Node):
-            return shard_sizes.largest(own, self.mesh, (axis,))
-        largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
-        return self._of_rank(rank_ints.largest_part, largest, axes, rows, axis)
 
     def window_rows(self, exchange: Exchange) -> Size:
         """Return the rows of the window that this rank reads, or adds; its fake value
@@ -355,15 +347,32 @@ class Builder:
         rows = [n for size in reversed(amounts) for n in (0, size)]
         return self.pad_ends(x, rows, fill)
 
+    def pad_dim(
+        self, x: fx.Node, dim: int, before: Size, after: Size, fill: float = 0
+    ) -> fx.Node:
+        """Return ``x`` with more rows at both ends of one dim."""
+        later = x.meta["val"].dim() - 1 - dim
+        return self.pad_ends(x, [*[0, 0] * later, before, after], fill)
+
     def pad_ends(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
         """Return ``x`` with more rows at both ends of each dim, ``amounts`` as in
-        ``constant_pad_nd``. Booleans are padded as bytes: Inductor's (2.13) C++ for a
-        padded comparison of 8-byte values does not compile."""
+        ``constant_pad_nd``; ``x`` itself if there are none. Booleans are padded as
+        bytes: Inductor's (2.13) C++ for a padded comparison of 8-byte values does not
+        compile."""
+        if not any(amounts):
+            return x
         dtype = x.meta["val"].dtype
         if dtype is torch.bool:
             x = self.cast(x, torch.uint8)
         padded = self.call(torch.ops.aten.constant_pad_nd.default, x, amounts, fill)
         return self.cast(padded, dtype)
+
+    def first_rows(self, x: fx.Node, sizes: Iterable[tuple[int, Size]]) -> fx.Node:
+        """Return ``x`` with only the first rows of some dims. ``sizes``: (dim, number
+        of its rows)."""
+        for dim, size in sizes:
+            x = self.call(torch.ops.aten.slice.Tensor, x, dim, 0, size)
+        return x
 
     def where(
         self, condition: fx.Node, x: fx.Node, other: bool | int | float
@@ -409,12 +418,14 @@ class Builder:
             out = size if out == 1 else self.compute(operator.mul, out, size)
         return out
 
-    def iota(self, n: Size, device: torch.device, step: int = 1) -> fx.Node:
-        """Return the integers ``0, step, ..., (n - 1) * step``."""
+    def iota(
+        self, n: Size, device: torch.device, step: int = 1, start: Size = 0
+    ) -> fx.Node:
+        """Return the integers ``start, start + step, ..., start + (n - 1) * step``."""
         return self.call(
             torch.ops.prims.iota.default,
             n,
-            start=0,
+            start=start,
             step=step,
             dtype=torch.int64,
             device=device,

@@ -23,7 +23,7 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS, Step, permutation
-from fxpar.sharding.row_moves import Exchange, most_rows, seconds
+from fxpar.sharding.row_moves import Exchange, most_rows, own_rows, seconds
 from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]
@@ -193,14 +193,16 @@ class Cut:
             shard_sizes.is_even(self.shape[d], mesh, axes) for axes in pair
         )
 
-    def largest(self, mesh: Mesh) -> list[int]:
-        """Return the shape of the largest shard after the step."""
-        return [
-            rows // mesh.count(axes)
-            if d in self.even_dims
-            else shard_sizes.largest(rows, mesh, axes)
-            for d, (rows, axes) in enumerate(zip(self.shape, self.after, strict=True))
-        ]
+    def shard(self, mesh: Mesh, rank: int | None) -> list[int]:
+        """Return the shape after the step on a rank; None: of the largest shard."""
+        spec = Spec.of(self.after)
+        if rank is None:
+            shape = list(spec.local_shape(mesh, self.shape))
+        else:
+            shape = list(spec.rank_shape(mesh, self.shape, rank))
+        for d in self.even_dims:
+            shape[d] = self.shape[d] // mesh.count(self.after[d])
+        return shape
 
     @property
     def fields(self) -> tuple[Any, ...]:
@@ -236,22 +238,37 @@ def step(
     uneven = cut is not None and not cut.is_even(build.mesh)
     kwargs = {"cut": cut.fields} if cut and uneven else {}
     node = build.graph.call_function(target, (x, *args), kwargs)
-    value, shape = x.meta["val"], list(x.meta["val"].shape)
-    if cut and uneven:
-        shape = cut.largest(build.mesh)
-    elif target is send:
-        shape = [0]
-    elif target is move_rows:
-        exchange = Exchange.parse(args[0])
-        shape[exchange.moves.dim] = most_rows(exchange, build.mesh)
-    elif target is not recv:
-        dims = [arg for arg in args if isinstance(arg, int)]
-        shape = KINDS[_KIND[target]].shape(shape, dims, build.mesh.count(args[-1]))
+    value = x.meta["val"]
+    shape = shape_after(node, value.shape, build.mesh)
     kind = {"dtype": value.dtype, "device": value.device}
     empty = torch.ops.aten.empty.memory_format
     node.meta["val"] = known_values.result(build.fake_mode, empty, (shape,), kind)
     build.stamp(node)
     return node
+
+
+def shape_after(
+    node: fx.Node, before: Shape, mesh: Mesh, rank: int | None = None
+) -> list[int]:
+    """Return the shape of a step's result on a rank, from its operand's shape there;
+    None: of the largest shard."""
+    shape, cut = list(before), cut_of(node)
+    if cut is not None:
+        shape = cut.shard(mesh, rank)
+    elif node.target is send:
+        shape = [0]
+    elif node.target is move_rows:
+        text: Any = node.args[1]
+        exchange = Exchange.parse(text)
+        shape[exchange.moves.dim] = (
+            most_rows(exchange, mesh)
+            if rank is None
+            else own_rows(exchange, mesh, rank)
+        )
+    elif node.target is not recv:
+        count = mesh.count(axes_of(node))
+        shape = list(KINDS[kind_of(node)].shape(shape, changed_dims(node), count))
+    return shape
 
 
 def exchange_step(build: Builder, x: fx.Node, exchange: Exchange) -> fx.Node:

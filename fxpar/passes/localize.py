@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +46,6 @@ from fxpar.graph.builder import (
     UNEVEN,
     VARIES,
     Builder,
-    Size,
     shape_of,
     value_of,
 )
@@ -60,7 +59,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.op_table import look_up, tensors_of
 from fxpar.sharding.ops import LOCAL, reads, row_of
-from fxpar.sharding.ops.local_call import LocalCall, aten
+from fxpar.sharding.ops.local_call import LocalCall
 from fxpar.sharding.plan_facts import cause
 from fxpar.sharding.program import Op, Program, tensors_among
 from fxpar.sharding.read_program import inside_of
@@ -285,7 +284,7 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
         pairs = zip(filled_call.operand_shape(i), call.operand_shape(i), strict=True)
         missing = [call.build.missing(*pair) for pair in pairs]
         padding = [m if d in dims else 0 for d, m in enumerate(missing)]
-        filled[x] = call.build.pad(x, padding) if dims else x
+        filled[x] = call.build.pad(x, padding)
     args, kwargs = fx.node.map_arg((args, kwargs), lambda x: filled.get(x, x))
     result = _local_form(filled_call, args, kwargs)
     cuts = [
@@ -293,22 +292,15 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     ]
     value = value_of(result)
     if isinstance(value, torch.Tensor):
-        return cut(call.build, result, cuts[0])
+        return call.build.first_rows(result, cuts[0])
     if not isinstance(result, tuple):
         item = partial(call.build.call, operator.getitem, result)
         result = tuple(item(k) for k in range(len(value)))
     ends = iter(cuts)
     return tuple(
-        cut(call.build, x, next(ends)) if isinstance(y, torch.Tensor) else x
+        call.build.first_rows(x, next(ends)) if isinstance(y, torch.Tensor) else x
         for x, y in zip(result, value, strict=True)
     )
-
-
-def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node:
-    """Return ``x`` without the rows that this rank does not hold."""
-    for d, size in cuts:
-        x = build.call(aten.slice.Tensor, x, d, 0, size)
-    return x
 
 
 def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:

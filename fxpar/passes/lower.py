@@ -398,8 +398,8 @@ def lower_uneven(
         fewer = min(cut.before[d], cut.after[d], key=len)
         gathers = fewer == cut.after[d]
         if shard_sizes.has_shares(build.mesh, axes):
-            room = build.largest_part(cut.shape[d], fewer, axes[0])
             parts = build.part_sizes(cut.shape[d], fewer, axes[0])
+            room = reduce(partial(build.compute, max), parts)
             if gathers:
                 joined_dims[d] = room, parts
             else:
@@ -415,18 +415,15 @@ def lower_uneven(
         if result_rows != after[d] and d not in joined_dims:
             short[d] = after[d]
     padding = [build.missing(*sizes) for sizes in zip(padded, before, strict=True)]
-    if any(n != 0 for n in padding):
-        x = build.pad(x, padding)
+    x = build.pad(x, padding)
     own_shape, x.meta[OWN_SHAPE] = x.meta.get(OWN_SHAPE), padded
     result = lower(build, x, *args)
     x.meta[OWN_SHAPE] = own_shape
     for d, (room, parts) in joined_dims.items():
         result = _join_parts(build, result, d, room, parts)
-    for d, size in short.items():
-        result = build.call(aten.slice.Tensor, result, d, 0, size)
     if short:
         # A slice of all rows is contiguous, as on some ranks; on others it is not.
-        result = build.copied(result)
+        result = build.copied(build.first_rows(result, short.items()))
     return result
 
 
@@ -451,9 +448,7 @@ def _pad_parts(
     for size in parts:
         end = build.compute(operator.add, start, size)
         block = build.call(aten.slice.Tensor, x, d, start, end)
-        padding: list[Size] = [0] * block.meta["val"].dim()
-        padding[d] = build.missing(room, size)
-        blocks.append(block if padding[d] == 0 else build.pad(block, padding))
+        blocks.append(build.pad_dim(block, d, 0, build.missing(room, size)))
         start = end
     return build.call(aten.cat.default, blocks, d)
 

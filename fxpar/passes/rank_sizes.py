@@ -14,19 +14,15 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar._torch import fake
 from fxpar.graph import collective_nodes, size_nodes
 from fxpar.graph.builder import value_of
 from fxpar.graph.graph_bodies import bodies_of
-from fxpar.sharding import rank_ints, row_moves
+from fxpar.sharding import rank_ints
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.op_table import tensors_of
-from fxpar.sharding.reshard.steps import KINDS
-from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.spec import Spec
 
 
 def is_size(node: fx.Node) -> bool:
@@ -107,7 +103,7 @@ def restate(
         return
     if is_step:
         operand = bound[node.all_input_nodes[0]].meta["val"]
-        shape = _step_shape(node, operand.shape, mesh, rank)
+        shape = collective_nodes.shape_after(node, operand.shape, mesh, rank)
         copy.meta["val"] = fake.resized(node.meta["val"], shape, fake_mode)
         return
     bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
@@ -115,28 +111,6 @@ def restate(
     with fake_mode:
         copy.meta["val"] = node.target(*args, **kwargs)
     copy.meta.pop("tensor_meta", None)
-
-
-def _step_shape(
-    node: fx.Node, operand: torch.Size, mesh: Mesh, rank: int
-) -> tuple[int, ...]:
-    """Return the shape of a step's result on a rank, from its operand's shape there."""
-    shape, cut = list(operand), collective_nodes.cut_of(node)
-    if cut is not None:
-        whole = Spec.of(cut.after).rank_shape(mesh, cut.shape, rank)
-        for d in range(len(shape)):
-            even_size = cut.shape[d] // mesh.count(cut.after[d])
-            shape[d] = even_size if d in cut.even_dims else whole[d]
-    elif node.target is collective_nodes.move_rows:
-        text: Any = node.args[1]
-        exchange = Exchange.parse(text)
-        shape[exchange.moves.dim] = row_moves.own_rows(exchange, mesh, rank)
-    elif node.target not in collective_nodes.MESSAGES:
-        dims = [arg for arg in node.args[1:] if isinstance(arg, int)]
-        count = mesh.count(collective_nodes.axes_of(node))
-        kind = KINDS[collective_nodes.kind_of(node)]
-        shape = list(kind.shape(shape, dims, count))
-    return tuple(shape)
 
 
 def has_local_shape(node: fx.Node, bound: Any) -> bool:

@@ -391,7 +391,7 @@ class Inside:
             for kind, shapes in (("operand", self.operands), ("result", self.results))
         )
         whole = frozenset(sizes) - set(self.names.values())
-        rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)
+        rule = Rule(operands, results, tuple(sizes.items()), whole)
         equal_over, reductions = set[tuple[int, str]](), dict[str, str]()
         for j in range(len(results)):
             sums = {
@@ -407,6 +407,7 @@ class Inside:
             rule,
             reductions=tuple(reductions.items()),
             equal_over=frozenset(equal_over),
+            evenly=frozenset(sizes),
             accumulates=tuple(sorted(self.ties.inputs[j][0] or 0 for j in partial)),
         )
 

@@ -466,7 +466,10 @@ def parts_of(rows: int, most: int) -> int:
 def split_evenly(program: Program) -> Program:
     """Return the program with all shards required to be equal, as parts of a batch
     need."""
-    ops = [replace(op, rule=replace(op.rule, even=True)) for op in program.ops]
+    ops = [
+        replace(op, rule=replace(op.rule, evenly=frozenset(op.rule.factors)))
+        for op in program.ops
+    ]
     return replace(program, ops=ops, even=True)
 
 

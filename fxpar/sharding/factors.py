@@ -117,6 +117,34 @@ class Reach:
     # Where the windows of the last rows of the result begin, instead of the formula.
     tail: tuple[int, ...] = ()
 
+    # Of windows that all follow the formula, with ``of`` 1:
+
+    @property
+    def overhang(self) -> int:
+        """Return the rows that the last window of a shard reaches beyond the shard;
+        negative where the last windows that start within the shard end before it
+        does."""
+        return self.first + self.span - self.step
+
+    def count(self, rows: int, ceil: bool = False) -> int:
+        """Return the number of windows of a dim of ``rows`` rows, padded at both ends;
+        with ``ceil`` including one that ends after the padding, if it starts before
+        that."""
+        steps = rows - 2 * self.first - self.span
+        if not ceil:
+            return steps // self.step + 1
+        more = -(-steps // self.step)
+        return more + (more * self.step < rows - self.first)
+
+    def fits(self, many: int, few: int) -> bool:
+        """Return whether equal shards of rows and of windows match."""
+        return few * self.step == many and -self.overhang < self.step
+
+    def is_counting_all(self, padding: bool) -> bool:
+        """Return whether every window of a dim that it fits counts all its rows.
+        ``padding``: whether rows of the padding are counted."""
+        return self.overhang <= -self.first * padding and (padding or not self.first)
+
 
 @dataclass(frozen=True)
 class RowWindow:
@@ -195,9 +223,7 @@ class Rule:
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()
-    # Whether all shards of every factor must be equal.
-    even: bool = False
-    # Factors whose shards must be equal, if not all factors' shards.
+    # Factors whose shards must be equal.
     evenly: frozenset[str] = frozenset()
     # (factor, rows) that every rank must have of it, unless all shards are equal.
     least: tuple[tuple[str, int], ...] = ()
@@ -255,11 +281,6 @@ class Rule:
         moved = (f for t in self.tensors for d in dims for f in t[d])
         read = (f for w in self.windows for f in self.tensors[w.position][w.dim])
         return frozenset(read).union(moved)
-
-    @cached_property
-    def even_factors(self) -> frozenset[str]:
-        """Return the factors whose shards must be equal."""
-        return frozenset(self.factors) if self.even else self.evenly
 
     @cached_property
     def exchanged(self) -> frozenset[str]:

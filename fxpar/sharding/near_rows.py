@@ -246,6 +246,7 @@ def with_windows(rule: Rule, node: fx.Node, reaches: Reaches) -> Rule:
         results=tuple(_renamed(dims, words) for dims in rule.results),
         sizes=tuple((f, n) for f, n in sizes.items() if f not in words),
         whole=rule.whole.difference(words),
+        evenly=frozenset(words.get(f, f) for f in rule.evenly),
         windows=tuple(windows),
     )
 

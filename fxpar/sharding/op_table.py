@@ -121,12 +121,12 @@ def evaluate(
     is_exact = torch.bool not in read and all(map(_is_whole, read))
     whole = any(map(_is_whole, dtypes)) and not is_exact
     passages = _passages(entry, args, kwargs, whole)
-    even = rule.even or entry.even
+    evenly = frozenset(rule.factors) if entry.even else rule.evenly
     empty = entry.empty or rule.empty
     passages = rule.passages + passages
     passages = tuple(_of_dtypes(passage, operands, dtypes) for passage in passages)
     passages = tuple(passage for passage in passages if passage.reductions)
-    rule = replace(rule, passages=passages, even=even, empty=empty)
+    rule = replace(rule, passages=passages, evenly=evenly, empty=empty)
     shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
 

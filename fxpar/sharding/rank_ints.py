@@ -64,11 +64,6 @@ def part_size(mesh: str, axes: Sequence[str], rows: int, axis: str, i: int) -> i
     return shard_sizes.piece(own, Mesh.parse(mesh), axis, i)[1]
 
 
-def largest_part(mesh: str, axes: Sequence[str], rows: int, axis: str) -> int:
-    """Return the largest ``part_size``."""
-    return shard_sizes.largest(own_size(mesh, axes, rows), Mesh.parse(mesh), (axis,))
-
-
 def window_rows(mesh: str, axes: Sequence[str], exchange: str) -> int:
     """Return the number of rows of this rank's window (``row_moves.window``)."""
     return _window(mesh, exchange)[2]
@@ -85,12 +80,9 @@ def _window(mesh: str, exchange: str) -> tuple[int, int, int]:
 
 
 # Ints that depend on the rank; their second argument is the axes over which they vary.
-PLACES = (
-    *(offset, own_size, own_start, part_size, largest_part),
-    *(window_rows, window_start),
-)
+PLACES = (offset, own_size, own_start, part_size, window_rows, window_start)
 # Functions of ``PLACES`` that describe shards of unequal sizes.
-SIZES = (own_size, own_start, part_size, largest_part, window_rows)
+SIZES = (own_size, own_start, part_size, window_rows)
 
 
 def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:

@@ -146,7 +146,7 @@ def split_op(
     for i, v in sorted(operands, key=lambda x: -values[x[1]].numel):
         spec = with_splits(operand_spec(op.rule, strategy, i), split[v])
         axes_of = project(
-            op.rule.operands[i], spec, op.rule.size, mesh, even=op.rule.even_factors
+            op.rule.operands[i], spec, op.rule.size, mesh, even=op.rule.evenly
         )
         added = {
             axis: next((f for f, axes in axes_of.items() if axis in axes), None)

@@ -163,7 +163,7 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         if rows and not shard_sizes.smallest(rows, mesh, axes):
             return False
     return all(
-        is_expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
+        is_expressible(dims, axes_of, rule.size, mesh, even=rule.evenly)
         for dims in rule.tensors
     )
 

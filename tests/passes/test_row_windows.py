@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.passes import localize
+from fxpar.graph.builder import Builder
 from fxpar.sharding import near_rows
 from fxpar.sharding.factors import Reach
 from tests.helpers.pairs import diagonal
@@ -233,7 +233,7 @@ def test_windows_of_columns_that_a_rank_may_lack(columns: int) -> None:
 def test_what_a_rank_without_windows_makes_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(localize, "cut", lambda build, x, cuts: x)
+    monkeypatch.setattr(Builder, "first_rows", lambda build, x, sizes: x)
     with pytest.raises((AssertionError, RuntimeError)):
         check(*planned(KEPT["maximum"], rows=18))
 

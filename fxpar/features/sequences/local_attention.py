@@ -82,8 +82,7 @@ def _with_one_mask(
     places = []
     for i, start in enumerate(_starts(call, query)):
         count = call.operand_shape(query + i)[_SEQUENCE]
-        own = build.iota(count, mask.meta["val"].device)
-        places.append(build.call(aten.add.Tensor, own, start))
+        places.append(build.iota(count, mask.meta["val"].device, start=start))
     mask = merge_attention.of_places(build, mask, *places)
     if name == "attn_bias":
         mask = merge_attention.aligned(build, mask)
@@ -204,7 +203,7 @@ def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
 
 def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
     """Return a log-sum-exp with this many more queries, which see nothing."""
-    return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
+    return call.build.pad_dim(lse, 2, 0, queries, math.inf)
 
 
 def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:

@@ -217,8 +217,7 @@ def _own_documents(
     followed = dict[str, fx.Node]()
     for name, dim in _BY_QUERY.items() if reach else ():
         if (x := arguments.get(name)) is not None:  # followed by rows of zeros
-            amounts = [reach * (d == dim) for d in range(x.meta["val"].dim())]
-            followed[name] = build.pad(x, amounts)
+            followed[name] = build.pad_dim(x, dim, 0, reach)
     return arguments | followed | {"cu_seq_q": own_begins, "cu_seq_k": seen_keys}
 
 

@@ -27,9 +27,9 @@ _GRAIN = 16
 
 
 def gathered(build: Builder, lse: fx.Node, axes: Axes) -> fx.Node:
-    """Gather a value of each query from all ranks along axes:
+    """Gather a value of each query from all ranks along axes, in mesh order:
     [ranks, batch, heads, queries]."""
-    row = build.call(aten.unsqueeze.default, lse, 0)
+    row, axes = build.call(aten.unsqueeze.default, lse, 0), build.mesh.ordered(axes)
     return collective_nodes.step(build, collective_nodes.all_gather, row, 0, axes)
 
 
@@ -126,7 +126,7 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     padding = -shape[-1] % _GRAIN
     if not padding:
         return mask
-    padded = build.pad(mask, (*(0 for _ in shape[1:]), padding))
+    padded = build.pad_dim(mask, len(shape) - 1, 0, padding)
     return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
 
 

@@ -155,9 +155,8 @@ def _put_at_once(build: Builder, nodes: Sequence[fx.Node], window: Exchange) -> 
     for node, first in zip(nodes, firsts, strict=True):
         rows = _rows_put(node)
         assert rows is not None
-        amounts = [0, 0] * (rows.meta["val"].dim() - 1 - window.moves.dim)
-        amounts += [first - min(firsts), max(firsts) - first]
-        part = build.pad_ends(rows, amounts)
+        ends = first - min(firsts), max(firsts) - first
+        part = build.pad_dim(rows, window.moves.dim, *ends)
         total = part if total is None else build.call(aten.add.Tensor, total, part)
     assert total is not None
     return collective_nodes.exchange_step(build, total, window)

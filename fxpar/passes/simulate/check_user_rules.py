@@ -310,7 +310,7 @@ def check_user_rules(decision: Decision) -> None:
             for split in [strategy.axes_of.get(factor, ())]
         }
         sizes = tuple((f, _torch.symbols.hint_of(n)) for f, n in op.rule.sizes)
-        rule = str(op.rule), op.rule.passages, op.rule.even, sizes
+        rule = str(op.rule), op.rule.passages, op.rule.evenly, sizes
         key = op.target, rule, str(counts), _kind(op.node)
         if key not in _CHECKED:
             with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():

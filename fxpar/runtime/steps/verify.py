@@ -21,7 +21,9 @@ from fxpar.graph.graph_bodies import module_of
 from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_global, run_ranks
 from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.ops import user_row_of
+from fxpar.sharding.spec import Spec
 
 
 def verify(
@@ -105,9 +107,19 @@ def feeds_of(
         elif argument is not None and argument.shape == value.shape:
             argument = argument.detach()
             is_part = isinstance(argument, DTensor)
-            feeds.append(argument.full_tensor() if is_part else argument)
+            feeds.append(_gathered(argument) if is_part else argument)
         else:
             feeds.append(
                 torch.ones(value.shape, dtype=value.dtype, device=value.device)
             )
     return feeds
+
+
+def _gathered(x: DTensor) -> torch.Tensor:
+    """Return the global value of a parameter of which each rank holds a part."""
+    # Not by DTensor, whose gathers on gloo (2.13) may end before their threads do.
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    spec = Spec.from_placements(x.placements, mesh, x.dim())
+    where = str(spec), "", str(mesh), "", "", -1
+    whole: torch.Tensor = torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *where)
+    return whole

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,65 +39,20 @@ from fxpar.sharding.ops.reads import (
 )
 
 
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Describes how windows slide over one dim, in rows."""
-
-    # Rows that each window reads.
-    kernel: int
-    # From one window to the next.
-    stride: int = 1
-    # At each end of the dim.
-    padding: int = 0
-    # From one row of a window to the next.
-    dilation: int = 1
-
-    @property
-    def overhang(self) -> int:
-        """Return the rows that the last window of a shard reaches beyond the shard;
-        negative where the last windows that start within the shard end before it
-        does."""
-        return self.dilation * (self.kernel - 1) - self.padding - (self.stride - 1)
-
-    @property
-    def reach(self) -> Reach:
-        """Return the rows that each window reads."""
-        span = self.dilation * (self.kernel - 1) + 1
-        return Reach(self.stride, first=-self.padding, span=span)
-
-    def count(self, rows: int, ceil: bool = False) -> int:
-        """Return the number of windows of a dim of ``rows`` rows, padded at both ends;
-        with ``ceil`` including one that ends after the padding, if it starts before
-        that."""
-        steps = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
-        if not ceil:
-            return steps // self.stride + 1
-        more = -(-steps // self.stride)
-        return more + (more * self.stride < rows + self.padding)
-
-    def fits(self, many: int, few: int) -> bool:
-        """Return whether equal shards of rows and of windows match."""
-        return few * self.stride == many and -self.overhang < self.stride
-
-    def is_counting_all(self, padding: bool) -> bool:
-        """Return whether every window of a dim that it fits counts all its rows.
-        ``padding``: whether rows of the padding are counted."""
-        return self.overhang <= self.padding * padding and (padding or not self.padding)
-
-
 def windows(
     kernel: int | Sequence[int],
     stride: int | Sequence[int],
     padding: int | Sequence[int],
     dilation: int | Sequence[int],
     k: int,
-) -> list[SlidingWindow]:
+) -> list[Reach]:
     """Return the windows of ``k`` dims; an empty stride is the kernel's size."""
     sizes = each(kernel, k)
     steps = each(stride, k) if stride or stride == 0 else sizes
     rest = each(padding, k), each(dilation, k)
     return [
-        SlidingWindow(*numbers) for numbers in zip(sizes, steps, *rest, strict=True)
+        Reach(step, first=-padded, span=apart * (size - 1) + 1)
+        for size, step, padded, apart in zip(sizes, steps, *rest, strict=True)
     ]
 
 
@@ -120,23 +75,22 @@ class SpatialDims(NamedTuple):
 
 
 def spatial_dims(
-    slid: Sequence[SlidingWindow],
+    slid: Sequence[Reach],
     many: Sequence[int],
     few: Sequence[int],
-    may: Callable[[SlidingWindow], bool] = lambda window: True,
+    may: Callable[[Reach], bool] = lambda window: True,
 ) -> SpatialDims:
     """Return how dims of these sizes, with windows ``slid`` over them, may be split; a
     dim with one window is whole. ``may``: whether a dim may be split as halos are."""
     dims = SpatialDims([], [])
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         n, count = int(n), int(count)
-        is_row = (window.kernel, window.stride, window.padding) == (1, 1, 0)
+        is_row = window == Reach(1)
         dims.words.append(f"o{d}" if is_row or count > 1 else "_")
         if count > 1 and not is_row:
-            halo = window.padding, max(0, window.overhang)
+            halo = -window.first, max(0, window.overhang)
             fits = window.fits(n, count) and may(window)
-            reach = window.reach
-            dims.read.append(RowWindow(0, d, n, count, reach, halo if fits else None))
+            dims.read.append(RowWindow(0, d, n, count, window, halo if fits else None))
     return dims
 
 
@@ -153,7 +107,7 @@ class _Settings(NamedTuple):
     output_padding: Sequence[int]
     groups: Any
 
-    def windows(self, weight: Sequence[int]) -> list[SlidingWindow]:
+    def windows(self, weight: Sequence[int]) -> list[Reach]:
         """Return the windows of a weight of this shape."""
         k = len(weight) - 2
         return windows(weight[2:], self.stride, self.padding, self.dilation, k)
@@ -184,10 +138,7 @@ def _convolution(
     rows = [int(n) for n in x.shape[2:]]
     if s.transposed:
         more = zip(rows, slid, each(s.output_padding, k), strict=True)
-        many = [
-            (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
-            for n, w, extra in more
-        ]
+        many = [(n - 1) * w.step + 2 * w.first + w.span + extra for n, w, extra in more]
         spatial = spatial_dims(slid, many, rows)
     else:
         few = [w.count(n) for n, w in zip(rows, slid, strict=True)]

@@ -34,7 +34,6 @@ from fxpar.sharding.ops.local_call import (
     part_of,
     rows_at,
     trailing,
-    without_spares,
 )
 
 aten = torch.ops.aten
@@ -207,7 +206,7 @@ def _local_embedding_backward(
     # The spare row takes the padding as well, so that no local row is taken for it.
     more = call.build.compute(operator.add, part.n, 1)
     result = call.same(grad, places, more, part.n, by_count)
-    return without_spares(call, result, [part])
+    return call.build.first_rows(result, [(part.dim, part.n)])
 
 
 def _own_places(
@@ -228,8 +227,7 @@ def _first_bag(call: LocalCall, position: int, by: int = 1) -> Size:
     """Return the number of this rank's first bag, times ``by``. ``position``: of a
     tensor that has a row for each bag."""
     axes = (*call.operands, *call.results)[position].dims[0]
-    start = call.build.own_start(call.shapes[position][0], axes)
-    return 0 if start == 0 else call.build.compute(operator.mul, start, by)
+    return call.build.own_start(call.shapes[position][0], axes, times=by)
 
 
 def _begins(call: LocalCall, offsets: fx.Node, position: int) -> fx.Node:
@@ -333,7 +331,8 @@ def _local_bag_backward(
         tensors[-1] = _own_places(call, tensors[-1], padding)[1]
     more = call.build.compute(operator.add, part.n, 1)
     settings = more, by_count, mode, *rest, part.n
-    return without_spares(call, call.same(grad, places, *tensors, *settings), [part])
+    result = call.same(grad, places, *tensors, *settings)
+    return call.build.first_rows(result, [(part.dim, part.n)])
 
 
 def _local_scales_backward(

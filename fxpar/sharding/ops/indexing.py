@@ -32,7 +32,6 @@ from fxpar.sharding.ops.local_call import (
     part_of,
     trailing,
     with_spares,
-    without_spares,
 )
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -187,16 +186,9 @@ def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Nod
     scatter, so that it fuses with the ops around it."""
     like, build = index.meta["val"], call.build
     rows, axes = call.shapes[0][dim], call.operands[0].dims[dim]
-    iota = build.call(
-        prims.iota.default,
-        build.own_size(rows, axes),
-        start=build.own_start(rows, axes),
-        step=1,
-        dtype=like.dtype,
-        device=like.device,
-        requires_grad=False,
-    )
-    rows = trailing(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
+    own, start = build.own_size(rows, axes), build.own_start(rows, axes)
+    numbers = build.cast(build.iota(own, like.device, start=start), like.dtype)
+    rows = trailing(call, numbers, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
     return build.call(aten.eq.Tensor, rows, index)
 
 
@@ -474,7 +466,7 @@ def _put(
     places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
     accumulating = (True,) if accumulate else ()
     put = call.same(with_spares(call, x, list(parts)), places, values, *accumulating)
-    return without_spares(call, put, list(parts.values()))
+    return call.build.first_rows(put, [(dim, part.n) for dim, part in parts.items()])
 
 
 def _add_to_windows(

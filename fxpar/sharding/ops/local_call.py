@@ -140,9 +140,8 @@ class Part:
         if not self.empty:
             return x
         least = self.call.build.compute(max, self.n, 1)
-        padding = self.call.build.missing(least, self.n)
-        pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [padding]
-        return self.call.build.pad_ends(x, pad)
+        missing = self.call.build.missing(least, self.n)
+        return self.call.build.pad_dim(x, self.dim, 0, missing)
 
     def read(self) -> fx.Node:
         """Return the place, or for other ranks' rows one that may be read."""
@@ -162,7 +161,7 @@ class Part:
         takes other ranks' rows."""
         spare = with_spares(self.call, x, [self.dim])
         result = self.call.same(spare, dim, self.store(), *args, **options)
-        return without_spares(self.call, result, [self])
+        return self.call.build.first_rows(result, [(self.dim, self.n)])
 
 
 def part_of(
@@ -227,10 +226,3 @@ def with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.pad_ends(x, pad)
-
-
-def without_spares(call: LocalCall, x: fx.Node, parts: Sequence[Part]) -> fx.Node:
-    """Return ``x`` without the spare row of each part."""
-    for part in parts:
-        x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
-    return x

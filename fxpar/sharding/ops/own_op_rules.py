@@ -172,7 +172,7 @@ def _edge(
         passages=(Passage((0,), MOVEMENT),),
         pinned=tuple((factor(axis), (axis,)) for axis in sizes),
         summed=frozenset(factor(axis) for axis in layout.partial_axes),
-        even=True,
+        evenly=frozenset(rule.factors),
     )
 
 
@@ -195,7 +195,8 @@ def _collective(
     if kind in ("all_gather", "all_to_all", "permute"):
         passes = MOVEMENT
     passages = (Passage((0,), passes),) if passes else ()
-    return replace(make([words], [words], passages=passages), even=True)
+    rule = make([words], [words], passages=passages)
+    return replace(rule, evenly=frozenset(rule.factors))
 
 
 def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
@@ -344,8 +345,7 @@ def _local_sum_turns(call: LocalCall, x: fx.Node, dim: int, turns: int) -> fx.No
             before = build.compute(operator.mod, start, n)
             after = build.compute(operator.add, before, shape[dim])
             after = build.compute(operator.sub, turns * n, after)
-            amounts = [0, 0] * (len(shape) - 1 - dim)
-            x = build.pad_ends(x, [*amounts, before, after])
+            x = build.pad_dim(x, dim, before, after)
     shape[dim : dim + 1] = [turns, n]
     parts = build.call(aten.reshape.default, x, shape)
     return build.call(aten.sum.dim_IntList, parts, [dim])
@@ -360,8 +360,7 @@ def _local_interleave(call: LocalCall, parts: Sequence[fx.Node], dim: int) -> fx
     for i, x in enumerate(parts):
         if call.operand_shape(i)[dim] != call.operand_shape(0)[dim]:
             missing += 1
-            dims_after = len(shape) - 1 - dim
-            x = build.pad_ends(x, [0, 0] * dims_after + [0, 1])
+            x = build.pad_dim(x, dim, 0, 1)
         rows.append(build.call(aten.unsqueeze.default, x, dim + 1))
     stacked = build.call(aten.cat.default, rows, dim + 1)
     shape[dim] += missing

@@ -32,10 +32,9 @@ import torch
 from torch import fx
 
 from fxpar.graph.builder import Size
-from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Reach, RowWindow, Rule
 from fxpar.sharding.op_table import by_rank, each, make, names, rows, text
-from fxpar.sharding.ops.convolution import SlidingWindow, spatial_dims, windows
+from fxpar.sharding.ops.convolution import spatial_dims, windows
 from fxpar.sharding.ops.local_call import LocalCall, added_at, rows_at
 from fxpar.sharding.ops.reads import (
     add_halo_rows,
@@ -70,7 +69,7 @@ class _Maximum(NamedTuple):
     dilation: Numbers = 1
     ceil: bool = False
 
-    def may_be_halo(self, window: SlidingWindow) -> bool:
+    def may_be_halo(self, window: Reach) -> bool:
         """Return whether a dim may be split as halos: with ``ceil`` none whose windows
         end before its shard's rows do, as a window that begins after the padding would
         be dropped."""
@@ -87,7 +86,7 @@ class _Average(NamedTuple):
     count_padding: bool = True
     divisor: int | None = None
 
-    def may_be_halo(self, window: SlidingWindow) -> bool:
+    def may_be_halo(self, window: Reach) -> bool:
         """Return whether a dim may be split as halos, as that of a maximum, and all its
         windows count equally many rows."""
         counts = self.divisor is not None or window.is_counting_all(self.count_padding)
@@ -97,7 +96,7 @@ class _Average(NamedTuple):
 _Pool = _Maximum | _Average
 
 
-def _slid(pool: _Pool, k: int) -> list[SlidingWindow]:
+def _slid(pool: _Pool, k: int) -> list[Reach]:
     """Return the windows over the last ``k`` dims."""
     dilation = pool.dilation if isinstance(pool, _Maximum) else 1
     return windows(pool.kernel, pool.stride, pool.padding, dilation, k)
@@ -194,21 +193,10 @@ def _local_offsets_to_indices(
     for d, step in enumerate(each(stride, k)):
         axes, rows = call.operands[0].dims[first + d], call.shapes[0][first + d]
         if call.build.mesh.count(axes) > 1:
-            start = _times(call, rows, axes, 0, step * math.prod(size[d + 1 :]))
+            times = step * math.prod(size[d + 1 :])
+            start = call.build.own_start(rows, axes, times=times)
             index = call.build.call(aten.add.Tensor, index, start)
     return index
-
-
-def _times(
-    call: LocalCall, rows: int, axes: Sequence[str], before: int, by: int
-) -> Size:
-    """Return ``by`` times the position of the row that is ``before`` rows before the
-    first that a rank holds."""
-    build, base = call.build, -by * before
-    if shard_sizes.is_even(rows, build.mesh, axes):
-        return build.offset(axes, rows // build.mesh.count(axes) * by, base)
-    start = build.compute(operator.mul, build.own_start(rows, axes), by)
-    return build.compute(operator.add, start, base)
 
 
 def _local_maximum_backward(
@@ -250,8 +238,8 @@ class OwnRows(NamedTuple):
     whole: int
     # Rows of the shard with those around it.
     width: Size
-    # Number -> the position where these begin in the dim, times the number.
-    start: Callable[[int], Size]
+    # The position where these begin in the dim, or one for each element.
+    start: Size
 
 
 def _shards(
@@ -274,14 +262,12 @@ def _shards(
             out.append(laid_out[d].as_rows(index))
         elif d in read:
             exchange = exchange_of(call, read[d])
-            start = partial(build.compute, operator.mul, build.window_start(exchange))
-            out.append(OwnRows(whole, build.window_rows(exchange), start))
+            width, start = build.window_rows(exchange), build.window_start(exchange)
+            out.append(OwnRows(whole, width, start))
         else:
             size, (before, after) = build.own_size(whole, axes), ends.get(d, (0, 0))
             width = build.compute(operator.add, size, before + after)
-            out.append(
-                OwnRows(whole, width, partial(_times, call, whole, axes, before))
-            )
+            out.append(OwnRows(whole, width, build.own_start(whole, axes, -before)))
     return out
 
 
@@ -293,14 +279,14 @@ def _reindexed(
     build, total = call.build, None
     local = [dim.width for dim in dims]
     sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
+    shifted = aten.sub.Tensor if inward else aten.add.Tensor
     for d, dim in enumerate(dims):
         below, above = (build.product(n[d + 1 :]) for n in sizes)
         place = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
         if d:
             place = build.call(aten.remainder.Scalar, place, sizes[0][d])
-        start = dim.start(-1 if inward else 1)
-        if start != 0:
-            place = build.call(aten.add.Tensor, place, start)
+        if dim.start != 0:
+            place = build.call(shifted, place, dim.start)
         place = build.call(aten.mul.Tensor, place, above)
         total = place if total is None else build.call(aten.add.Tensor, total, place)
     assert total is not None
@@ -341,15 +327,12 @@ def _divided(
     build, value = call.build, x.meta["val"]
     for d, window in enumerate(_slid(pool, k), value.dim() - k):
         rows, axes = call.shapes[many][d], axes_of(call, few, d)
-        beyond = window.padding * pool.count_padding
-        place = build.iota(call.shape_at(few)[d], value.device)
-        start = build.own_start(call.shapes[few][d], axes)
-        place = build.call(aten.add.Tensor, place, start)
-        place = build.call(aten.mul.Tensor, place, window.stride)
-        first = build.call(aten.sub.Tensor, place, window.padding)
-        end = build.call(aten.add.Tensor, first, window.kernel)
-        first = build.call(aten.clamp_min.default, first, -beyond)
-        end = build.call(aten.clamp_max.default, end, rows + beyond)
+        before = window.first * pool.count_padding
+        start = build.own_start(call.shapes[few][d], axes, window.first, window.step)
+        first = build.iota(call.shape_at(few)[d], value.device, window.step, start)
+        end = build.call(aten.add.Tensor, first, window.span)
+        first = build.call(aten.clamp_min.default, first, before)
+        end = build.call(aten.clamp_max.default, end, rows - before)
         counted = build.call(aten.sub.Tensor, end, first)
         counted = _along(call, build.cast(counted, value.dtype), x, d)
         x = build.call(aten.div.Tensor, x, counted)
@@ -472,8 +455,7 @@ class LaidOut:
     def as_rows(self, index: fx.Node) -> OwnRows:
         """Return the dim as maxima count its rows. ``index``: maxima of each part."""
         shifts = _along(self.call, self.shifts, index, self.window.dim)
-        start = partial(self.call.build.call, aten.mul.Tensor, shifts)
-        return OwnRows(self.window.rows, self.rows, start)
+        return OwnRows(self.window.rows, self.rows, shifts)
 
 
 def _laid_out(call: LocalCall, position: int, few: int) -> list[LaidOut]:

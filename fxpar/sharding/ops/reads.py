@@ -199,9 +199,7 @@ def rows_read(
     build, reach = call.build, window.reach
     device = call.node.all_input_nodes[0].meta["val"].device
     axes = axes_of(call, window.position, window.dim)
-    i = build.call(
-        aten.add.Tensor, build.iota(own, device), build.own_start(window.count, axes)
-    )
+    i = build.iota(own, device, start=build.own_start(window.count, axes))
     i = build.call(aten.clamp_max.default, i, window.count - 1)
     first = build.call(aten.mul.Tensor, i, reach.step)
     first = build.call(aten.add.Tensor, first, reach.first)
@@ -304,12 +302,7 @@ def _add_halo(
         part = _fill_beyond(call, part, axes, -piece.further, 0)
         # Padded with zeros and added: writing rows into the shard would make a kernel
         # in which each piece recomputes the pieces before it.
-        amounts = [0] * (2 * x.meta["val"].dim())
-        at = len(amounts) - 2 * (dim + 1)
-        amounts[at : at + 2] = piece.start, size - piece.end
-        if any(amounts):
-            amounts = size_nodes.as_nodes(x.graph, amounts)
-            part = build.pad_ends(part, amounts)
+        part = build.pad_dim(part, dim, piece.start, size - piece.end)
         own = build.call(aten.add.Tensor, own, part)
     return own
 
@@ -388,4 +381,4 @@ def halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     for dim, *around in halos:
         at = len(amounts) - 2 * (dim + 1)
         amounts[at : at + 2] = around
-    return call.build.pad_ends(x, amounts) if halos else x
+    return call.build.pad_ends(x, amounts)

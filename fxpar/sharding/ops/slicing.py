@@ -453,8 +453,7 @@ def _positions(call: LocalCall, dim: int, *cut: Any) -> range:
 def _own_rows(call: LocalCall, x: fx.Node, dim: int, positions: range) -> fx.Node:
     """Return the rows at these positions where this rank has them, else zero."""
     build, device = call.build, x.meta["val"].device
-    index = build.iota(len(positions), device, positions.step)
-    index = build.call(aten.add.Tensor, index, positions.start)
+    index = build.iota(len(positions), device, positions.step, positions.start)
     part = part_of(call, dim, index)
     assert part is not None
     rows = rows_at(call, part.rows_of(x), dim, part.read())
@@ -498,9 +497,8 @@ def _put(
     """Return ``x`` with the rows of ``source`` that fall into this rank's rows."""
     build, device = call.build, x.meta["val"].device
     shape, axes = call.shapes[0], call.operands[0].dims[dim]
-    index = build.iota(build.own_size(shape[dim], axes), device)
     first = build.own_start(shape[dim], axes, -positions.start)
-    place = build.call(aten.add.Tensor, index, first)
+    place = build.iota(build.own_size(shape[dim], axes), device, start=first)
     inside = is_within(call, place, len(positions))
     place = call.where(inside, place, 0)
     source_rows = rows_at(call, source, dim, place)
@@ -586,11 +584,11 @@ def _local_diagonal(
     if not any(call.operands[0].dims[d] for d in dims):
         return call.same(x, offset, dim1, dim2)
     count, axes = call.result_shape()[-1], call.results[0].dims[-1]
-    own = build.iota(build.own_size(count, axes), x.meta["val"].device)
+    own, device = build.own_size(count, axes), x.meta["val"].device
     places, parts = [], []
     for d, start in zip(dims, _starts(offset), strict=True):
         first = build.own_start(count, axes, start)
-        place = build.call(aten.add.Tensor, own, first)
+        place = build.iota(own, device, start=first)
         part = part_of(call, d, place)
         places.append(place if part is None else part.read())
         if part is not None:
@@ -621,9 +619,9 @@ def _local_diagonal_scatter(
         return call.same(x, source, offset, dim1, dim2)
     numbers = []  # of rows, and of columns, along the diagonal
     for d, start in zip(dims, _starts(offset), strict=True):
-        own = build.iota(build.own_size(shape[d], spec.dims[d]), device)
+        own = build.own_size(shape[d], spec.dims[d])
         first = build.own_start(shape[d], spec.dims[d], -start)
-        numbers.append(build.call(aten.add.Tensor, own, first))
+        numbers.append(build.iota(own, device, start=first))
     columns = [
         trailing(call, n, ndim - 1 - d) for n, d in zip(numbers, dims, strict=True)
     ]

@@ -100,7 +100,7 @@ class _Choice:
         self.hardware = hardware
         self.specs = [specs[v] for v in op.tensors]
         self.views = [
-            project(dims, spec, op.rule.size, mesh, even=op.rule.even_factors)
+            project(dims, spec, op.rule.size, mesh, even=op.rule.evenly)
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         # Sets of (tensor, axis): axes that stay on their factors, firmest set first.
@@ -276,7 +276,7 @@ def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     """Return the strategy by which an op makes its result in a spec; None if there is
     none."""
     rule = op.rule
-    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
+    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.evenly)
     strategy = Strategy((*rule.pinned, *axes_of.items()))
     if result_spec(rule, strategy, 0) != spec or rule.whole.intersection(axes_of):
         return None

@@ -287,7 +287,7 @@ class Propagation:
         rule, state = op.rule, self.state
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
-            project(dims, state.dims[v], rule.size, self.mesh, even=rule.even_factors)
+            project(dims, state.dims[v], rule.size, self.mesh, even=rule.evenly)
             if self._is_passing(op, i) and state.origins[v]
             else {}
             for i, (dims, v) in enumerate(zip(rule.tensors, tensors, strict=True))
@@ -450,7 +450,7 @@ class Propagation:
         have, fit = view.get(factor, ()), list[str]()
         for axis in axes:
             split = {**view, factor: (*have, *fit, axis)}
-            size, even = op.rule.size, op.rule.even_factors
+            size, even = op.rule.size, op.rule.evenly
             if not can_split(
                 size[factor], self.mesh, split[factor], even=self.program.even
             ) or not is_expressible((dims[d],), split, size, self.mesh, even=even):

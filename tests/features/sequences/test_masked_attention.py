@@ -158,6 +158,19 @@ def test_keys_stay_where_they_are(name: str, low: float, rows: int) -> None:
         assert sent < args[1].numel() * 8 / 4  # of a rank's keys
 
 
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_keys_stay_along_axes_in_any_order_beside_a_batch_that_does_not_divide(
+    axes: tuple[str, str],
+) -> None:
+    args = [*(x[:1, :3] for x in tensors(rows=1)), additive(padded(True)[1:])]
+    queries, keys = (None, "tp", None, None), (None, "tp", axes, None)
+    specs = {"specs": [queries, keys, keys], "out_specs": [queries]}
+    plan = planned(*args, **specs, mesh="tp=2,a=2,b=2", grad=False)
+    matches(plan, *args)
+    assert {c.kind for c in plan.collectives} == {"all_gather", "all_reduce"}
+    assert len(plan.collectives) == 2
+
+
 def test_keys_that_do_not_divide_are_gathered() -> None:
     """Parts of several sizes would count alike where a bias is the least number."""
     q, k, v = tensors(rows=1)
