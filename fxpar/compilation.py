@@ -49,7 +49,6 @@ from fxpar.runtime.caches.known_programs import (
     PlanMisfit,
     compile_once,
 )
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import (
     Compiled,
@@ -426,13 +425,12 @@ class Compilation:
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
         value = node.meta.get("val")
-        whole = Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
-        declared = Input(f"{kind}_{node.name}", kind, whole)
+        declared = Input(f"{kind}_{node.name}", kind)
         if kind == "input":
-            end = self.job.named_inputs[payload]
-            declared = Input(end.name, end.kind, end.at_rest or whole, end.use)
-        elif kind == "tangent":
-            declared = replace(declared, at_rest=None)
+            declared = self.job.named_inputs[payload]
+        if kind != "tangent" and isinstance(value, torch.Tensor):
+            whole = Spec.whole(value.dim())
+            declared = replace(declared, at_rest=declared.at_rest or whole)
         self.places.append(payload if kind == "input" else None)
         self.declared.append(declared)
         return declared
@@ -598,12 +596,7 @@ class Compilation:
         """Return the checks of the arguments of the first call."""
         checks: list[Callable[..., Any]] = []
         if self.job.writes:
-            # Inputs of which each rank holds a part go by another kind.
-            named_inputs = [
-                NamedInput(x.name, "part") if x.at_rest else x
-                for x in self.job.named_inputs
-            ]
-            checks.append(partial(inputs.check_arguments, named_inputs))
+            checks.append(partial(inputs.check_arguments, self.job.named_inputs))
         return [*checks, self._verify] if self.job.options.verify else checks
 
     def _verify(self, args: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,8 @@ from fxpar.features.at_rest.sharded_modules import (
     to_global_unreduced,
     written_parameter,
 )
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.presence import user_line as running_line
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.spec import Spec
 
 Calling = Callable[..., Any]
@@ -142,7 +141,7 @@ class Forward:
     """Is a forward that takes parameters by their global value."""
 
     module: fx.GraphModule  # the graph, without the crossings of parameters at rest
-    ends: tuple[NamedInput, ...]  # one per input
+    ends: tuple[Input, ...]  # one per input
     trained: tuple[int, ...]  # positions of inputs that are parameters with a gradient
     # Layers that repeat; the ops of each kind are known once ``reached`` ran them.
     kinds: tuple[SegmentKind, ...] = ()
@@ -154,7 +153,7 @@ def spec_of(x: Any) -> Spec | None:
 
 
 def globally(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]
 ) -> Forward:
     """Return the forward on global parameters: crossings of parameters at rest are
     removed.
@@ -167,7 +166,7 @@ def globally(
     for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
         hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
         use = hint if hint and any(entry.strip("?_") for entry in hint) else None
-        ends.append(NamedInput(name.name, name.kind, spec_of(x), use))
+        ends.append(replace(name, at_rest=spec_of(x), use=use))
         if isinstance(x, torch.nn.Parameter) and x.requires_grad:
             trained.append(i)
     gm.graph.lint()

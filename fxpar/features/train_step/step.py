@@ -52,12 +52,12 @@ from fxpar.features.train_step.trace import (
     loss_of,
 )
 from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.tracing import traced_for
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
@@ -451,7 +451,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def refuse_shared_memory(
-    ends: Sequence[NamedInput], args: Sequence[Any], written: Collection[int]
+    ends: Sequence[Input], args: Sequence[Any], written: Collection[int]
 ) -> None:
     """Raise PlanError if an input that a step writes shares memory with another: a
     graph takes each as a separate value, so the other would not change with it."""

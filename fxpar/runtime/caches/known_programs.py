@@ -43,7 +43,7 @@ from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes, named_body
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
+from fxpar.runtime.caches.program_identity import fixed_content
 from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
@@ -61,6 +61,7 @@ from fxpar.sharding.hints import load
 from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
@@ -270,7 +271,7 @@ def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
 
 def text_of(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
+    inputs: Sequence[Input],
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
