@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar import _torch
 from fxpar._torch.traced_once import SegmentKind
 from fxpar.config import Options
-from fxpar.errors import PlanError
 from fxpar.features.at_rest.crossings import layout_of
 from fxpar.features.at_rest.sharded_modules import (
     Home,
@@ -33,6 +32,7 @@ from fxpar.features.at_rest.sharded_modules import (
     to_global_unreduced,
     written_parameter,
 )
+from fxpar.passes.boundaries import looks_inside, stated_use
 from fxpar.runtime.ranks.presence import user_line as running_line
 from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.spec import Spec
@@ -164,8 +164,7 @@ def globally(
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ends, trained = [], []
     for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
-        hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
-        use = hint if hint and any(entry.strip("?_") for entry in hint) else None
+        use = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
         ends.append(replace(name, at_rest=spec_of(x), use=use))
         if isinstance(x, torch.nn.Parameter) and x.requires_grad:
             trained.append(i)
@@ -208,26 +207,20 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
     """Let the readers of a parameter's global value read the parameter itself. Returns
-    the hint on it."""
-    hint = None
+    the use that its hint states."""
+    use = None
     for user in list(parameter.users):
         local = _torch.dynamo.is_to_local(user)
         for node in list(user.users) if local else [user]:
             if node.target not in _CROSSINGS:
-                raise PlanError(
-                    f"{node.name} ({node.target}) computes with one rank's part of a "
-                    "parameter that fxpar.shard split",
-                    where=user_line(node),
-                    fix="use the parameter as the module's attribute, which is the "
-                    "global value",
-                )
+                raise looks_inside(node)
             # Parameter or part, shape, spec, hint, ...
-            hint = tuple(node.args[3].split(",")) if node.args[3] else None
+            use = stated_use(node.args[3])
             node.replace_all_uses_with(parameter)
             graph.erase_node(node)
         if local:
             graph.erase_node(user)
-    return hint
+    return use
 
 
 def fake_of(x: Any, mode: Any) -> Any:

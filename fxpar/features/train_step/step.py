@@ -483,8 +483,9 @@ def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
     """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
     graph. Hooks of ``fxpar.no_sync`` are allowed, as they have nothing to do here."""
     for i in forward.trained:
-        hooks = _torch.objects.gradient_hooks(args[i])
-        if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
+        before, after = _torch.objects.hooks_of(args[i])
+        modules = (str(hook.__module__) for hook in (*before, *after))
+        if not all(module.startswith("fxpar.") for module in modules):
             raise PlanError(
                 f"parameter {forward.ends[i].name} has a hook on its gradient, which "
                 "fxpar.train_step does not show",

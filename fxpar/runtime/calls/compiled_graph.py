@@ -181,17 +181,23 @@ class Compiled:
             name_lost_ranks(error)
             raise
         if not self._watches and torch.is_grad_enabled():
-            self._watches = _torch.aot.watch_backward(
-                outputs, self._backward_begins, name_lost_ranks
-            )
+            function = _torch.aot.wrap_backward(outputs, self._backward)
+            self._watches = function is not None
             if self._watches and self.job.ranks.manual is not None:
                 mean_gradients.serve_backward(args, outputs)
         is_global = self.job.options.outputs == "global"
         return outputs if is_global else self._dressed(outputs)
 
-    def _backward_begins(self, gradients: Sequence[Any]) -> None:
+    def _backward(
+        self, _: Any, gradients: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
         if self.job.options.outputs == "global" and self.job.ranks.mesh.size > 1:
             drift.note_gradients(self.source_line, gradients)
+        try:
+            return run()
+        except RuntimeError as error:
+            name_lost_ranks(error)
+            raise
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Check the arguments, and run the graph for the first time."""
