@@ -425,16 +425,6 @@ def check_sharing(hosts: Sequence[str], devices: Sequence[str]) -> None:
             )
 
 
-# On modules and parameters that a feature lays out over a mesh: the model's ``OnMesh``.
+# On modules and parameters that ``fxpar.shard`` lays out: their model's
+# ``sharded_modules.Home``.
 HOME = "_fxpar_home"
-
-
-@dataclass(eq=False)
-class OnMesh:
-    """Holds what ranks must know of a model that is laid out over a mesh."""
-
-    mesh: str  # as ``FXPAR_MESH`` takes it
-    # Whether each rank feeds its own part of the batch.
-    local: bool = field(default=False, kw_only=True)
-    # The round of ranks in which it was laid out, the same on all of them.
-    round: int = field(default=0, kw_only=True)
