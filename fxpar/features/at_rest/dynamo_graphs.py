@@ -49,17 +49,15 @@ _CROSSINGS = (
 
 def homes(gm: fx.GraphModule) -> list[Home]:
     """Return the sharded models whose parameters a Dynamo graph uses."""
-    numbers = [node.args[-1] for node in _crossings(gm)]
-    models = map(home_of, dict.fromkeys(numbers))
-    return [home for home in models if home is not None]
+    return [home for home in dict.fromkeys(_crossings(gm).values()) if home is not None]
 
 
 def refuse_written_parameters(gm: fx.GraphModule) -> None:
     """Raise ShardError if a Dynamo graph writes to a parameter at rest: the write would
     change the global value, which exists in this graph alone."""
     parameters: dict[int, fx.Node] = {}  # by the memory of their values
-    for node in _crossings(gm):
-        home, values = home_of(node.args[-1]), [node]
+    for node, home in _crossings(gm).items():
+        values = [node]
         if home is not None and home.param_dtype is not None:
             values += [user for user in node.users if user.target == "to"]  # its cast
         for value in values:
@@ -83,12 +81,11 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
     written since the call. To be called before ``forget_homes``."""
     models, results = homes(gm), gm.graph.output_node().args[0]
     returned: dict[int, tuple[Home, str]] = {}
-    for crossing in _crossings(gm):
-        home, shape = home_of(crossing.args[-1]), crossing.args[1]
+    for crossing, home in _crossings(gm).items():
         casts = [user for user in crossing.users if user.target == "to"]
         for i, node in enumerate(results):
             if home is not None and node in (crossing, *casts):
-                returned[i] = home, f"of shape {shape}"
+                returned[i] = home, f"of shape {crossing.args[1]}"
 
     def compared(call: Calling) -> Calling:
         def compare(*args: Any) -> Any:
@@ -112,13 +109,19 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
 def forget_homes(gm: fx.GraphModule) -> None:
     """Remove from a Dynamo graph, in place, the numbers of the models that own its
     parameters, so that it is the same program at every start of the process."""
-    for node in _crossings(gm):
+    crossings = _crossings(gm)
+    for node in crossings:
         node.args = (*node.args[:-1], -1)
-    gm.recompile()
+    for module in filter(None, {node.graph.owning_module for node in crossings}):
+        module.recompile()
 
 
-def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.target in _CROSSINGS]
+def _crossings(gm: fx.GraphModule) -> dict[fx.Node, Home | None]:
+    """Return the crossings in a graph and its bodies, each with its model; None: the
+    model is gone."""
+    graphs = (x.graph for x in gm.modules() if isinstance(x, fx.GraphModule))
+    nodes = (node for graph in graphs for node in graph.nodes)
+    return {x: home_of(x.args[-1]) for x in nodes if x.target in _CROSSINGS}
 
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
