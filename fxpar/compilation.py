@@ -49,7 +49,6 @@ from fxpar.runtime.caches.known_programs import (
     PlanMisfit,
     compile_once,
 )
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import (
     Compiled,
@@ -210,6 +209,7 @@ class Compilation:
         self.entry = entry
         # Set on rank 0 where the other ranks take over its plan and its compiled code.
         self.leader: Leader | None = None
+        self.is_shared = False  # whether what is compiled here serves all ranks
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
         self.rest_inputs: set[int] = set()  # inputs that are parameters of fxpar.shard
@@ -243,16 +243,15 @@ class Compilation:
             _load_inductor()
         if self.entry is not None and known_programs.is_led(self.entry, examples):
             if job.ranks.rank == 0:
-                is_open = job.open is not None
-                self.leader = Leader(name, self.entry, is_open, self.launches)
+                self.leader = Leader(name, self.entry, job.open is not None)
             else:
                 self.entry = self._await_leader(self.entry)
         if self.entry is not None:
             _refuse_as_known(self.entry)
             register_ops()
         showing = job.options.progress and job.ranks.whole.rank == 0
-        led = self.leader.waited_for() if self.leader else contextlib.nullcontext()
-        compiled = None
+        leader, compiled = self.leader, None
+        led = leader.waited_for(self.decided) if leader else contextlib.nullcontext()
         with (
             status_line.status_of(name, pipeline.STEP_NAMES, on=showing),
             meeting.reporting(_OF_ALL),
@@ -287,11 +286,11 @@ class Compilation:
         """Return the program once rank 0 has compiled it; None if it could not be
         planned, which this rank then finds out for itself."""
         with meeting.reporting(_OF_ALL):
-            planned = known_programs.await_plan(self.request.name, entry)
+            planned = known_programs.await_leader(self.request.name, entry)
             if planned is None or planned.refused or planned.divisors:
                 return planned
             _make_groups(self.job.ranks, planned)
-            return known_programs.await_compiled(self.request.name, planned)
+            return known_programs.await_leader(self.request.name, planned)
 
     def _traced(
         self, gm: fx.GraphModule, examples: Sequence[Any]
@@ -374,7 +373,7 @@ class Compilation:
         if options.tune:
             result = self.result = pipeline.tuned(result, ranks.whole, gm)
         if self.leader:
-            self.leader.tell_plan(self.decided())
+            self.leader.tell(self.decided())
         elif not self.is_plan_known:
             meeting.agree(request.name, result.plan.hash, str(result.plan))
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
@@ -391,8 +390,7 @@ class Compilation:
             for i, memory in memories(bound.output_node().args[0]).items()
             if signature.outputs[i].kind not in ("gradient", "mutation")
         }
-        if self.leader:
-            self.leader.shared = is_of_all(bound)
+        self.is_shared = self.leader is not None and is_of_all(bound)
         hold(gm, bound)
         return bound
 
@@ -426,13 +424,12 @@ class Compilation:
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
         value = node.meta.get("val")
-        whole = Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
-        declared = Input(f"{kind}_{node.name}", kind, whole)
+        declared = Input(f"{kind}_{node.name}", kind)
         if kind == "input":
-            end = self.job.named_inputs[payload]
-            declared = Input(end.name, end.kind, end.at_rest or whole, end.use)
-        elif kind == "tangent":
-            declared = replace(declared, at_rest=None)
+            declared = self.job.named_inputs[payload]
+        if kind != "tangent" and isinstance(value, torch.Tensor):
+            whole = Spec.whole(value.dim())
+            declared = replace(declared, at_rest=declared.at_rest or whole)
         self.places.append(payload if kind == "input" else None)
         self.declared.append(declared)
         return declared
@@ -538,7 +535,7 @@ class Compilation:
             },
             launches=tuple(self.launches),
             groups=tuple(known_programs.groups_of(result.local)),
-            shared=self.leader is not None and self.leader.shared,
+            shared=self.is_shared,
             written=tuple(sorted({i for i in places if i is not None})),
         )
 
@@ -598,12 +595,7 @@ class Compilation:
         """Return the checks of the arguments of the first call."""
         checks: list[Callable[..., Any]] = []
         if self.job.writes:
-            # Inputs of which each rank holds a part go by another kind.
-            named_inputs = [
-                NamedInput(x.name, "part") if x.at_rest else x
-                for x in self.job.named_inputs
-            ]
-            checks.append(partial(inputs.check_arguments, named_inputs))
+            checks.append(partial(inputs.check_arguments, self.job.named_inputs))
         return [*checks, self._verify] if self.job.options.verify else checks
 
     def _verify(self, args: Sequence[Any]) -> None:

@@ -473,26 +473,6 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def watch_backward(
-    outputs: Sequence[Any],
-    begins: Callable[[Sequence[Any]], None],
-    failed: Callable[[Any], None],
-) -> bool:
-    """Call ``begins(gradients)`` before each backward of a compiled graph, which gave
-    these outputs, and ``failed(error)`` where it raises a RuntimeError. Return whether
-    it has one that is watched."""
-
-    def watched(node: Any, gradients: Sequence[Any], run: Callable[[], Any]) -> Any:
-        begins(gradients)
-        try:
-            return run()
-        except RuntimeError as error:
-            failed(error)
-            raise
-
-    return wrap_backward(outputs, watched) is not None
-
-
 def wrap_backward(
     outputs: Sequence[Any],
     run_around: Callable[[Any, Sequence[Any], Callable[[], Any]], Any],
@@ -575,11 +555,3 @@ def leaves_under(
         if leaf is not None:
             yield leaf
         stack += [next_node for next_node, _ in reversed(node.next_functions)]
-
-
-def hooks_of(x: torch.Tensor) -> tuple[int, int]:
-    """Return how many hooks a tensor has on its gradient, and on its accumulation."""
-    hooks: Any = x
-    return len(hooks._backward_hooks or ()), len(
-        hooks._post_accumulate_grad_hooks or ()
-    )

@@ -136,12 +136,11 @@ def inplace_call(module: nn.Module) -> Any:
     return module._call_impl
 
 
-def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Return the hooks on the gradient of a parameter, those after its accumulation
-    included."""
-    hooks = list((parameter._backward_hooks or {}).values())
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return hooks + list(after.values())
+def hooks_of(x: Any) -> tuple[list[Any], list[Any]]:
+    """Return a tensor's hooks on its gradient, and those on its accumulation."""
+    each = x._backward_hooks, x._post_accumulate_grad_hooks
+    before, after = (list((hooks or {}).values()) for hooks in each)
+    return before, after
 
 
 # The attributes that torch itself keeps on any optimizer, schedulers included.

@@ -213,14 +213,13 @@ for _op in (permute, shift, scan_back, choice_back):
 
 
 # The two crossings between one rank's shard and the global value, for parameters at
-# rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
-# may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are
+# rest. Spec, hint and mesh are text. ``reduce``: dtype in which gradients are
 # reduced, "" for their own. ``home``: number of the model's ``sharded_modules.Home``.
 # ``at_rest.crossings`` has the kernels: eagerly, every rank computes on global values,
 # so ``to_global`` gathers and ``to_local`` is a slice.
 define_op(
     "fxpar::to_global(Tensor local, SymInt[] shape, str spec, str hint, str mesh, "
-    "str summed, str reduce, int home) -> Tensor",
+    "str reduce, int home) -> Tensor",
     lambda local, shape, *_: local.new_empty(shape),
 )
 
@@ -246,22 +245,14 @@ def refuse_sparse(gradient: torch.Tensor) -> None:
         )
 
 
-def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:
-    """Return ``spec`` for a gradient that is not reduced over ``axes`` yet."""
-    dims = [tuple(a for a in dim if a not in axes) for dim in spec.dims]
-    return Spec.of(dims, [(axis, "sum") for axis in axes])
-
-
 def _to_global_backward(ctx, grad: torch.Tensor):
     refuse_sparse(grad)
     grad = torch.ops.fxpar.to_local(grad, ctx.spec, ctx.mesh, ctx.reduce)
-    return grad, None, None, None, None, None, None, None
+    return grad, *[None] * 6
 
 
 def _to_global_context(ctx, inputs, output) -> None:
-    _, _, spec, _, ctx.mesh, summed, ctx.reduce, _ = inputs
-    axes = summed.split("+") if summed else ()
-    ctx.spec = str(unreduced(Spec.parse(spec), axes))
+    _, _, ctx.spec, _, ctx.mesh, ctx.reduce, _ = inputs
 
 
 torch.library.register_autograd(

@@ -37,20 +37,25 @@ _ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
 class Boundaries:
     """Holds the specs at rest of the inputs and the gradients of a graph."""
 
-    # Placeholder position -> (spec at rest, hint for its use).
-    inputs: dict[int, tuple[Spec, tuple[str, ...]]] = field(default_factory=dict)
+    # Placeholder position -> (spec at rest, hint for its use; None without one).
+    inputs: dict[int, tuple[Spec, tuple[str, ...] | None]] = field(default_factory=dict)
     # Output position -> spec at rest.
     gradients: dict[int, Spec] = field(default_factory=dict)
 
     def declare(self, signature: Signature) -> Signature:
         """Return the signature with these specs at rest."""
         inputs, outputs = list(signature.inputs), list(signature.outputs)
-        for i, (spec, hint) in self.inputs.items():
-            use = hint if any(entry.strip("?_") for entry in hint) else None
+        for i, (spec, use) in self.inputs.items():
             inputs[i] = replace(inputs[i], at_rest=spec, use=use)
         for k, spec in self.gradients.items():
             outputs[k] = replace(outputs[k], at_rest=spec)
         return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def stated_use(hint: str) -> tuple[str, ...] | None:
+    """Return the entries of a crossing's hint; None if all are open."""
+    entries = tuple(hint.split(","))
+    return entries if any(entry.strip("?_") for entry in entries) else None
 
 
 def absorb(
@@ -109,7 +114,7 @@ def _enter(
     views = []
     while local not in places:
         if not op_facts_of(local.target).renames:
-            raise _looks_inside(local)
+            raise looks_inside(local)
         views.append(local)
         local = local.args[0]
     value = local.meta["val"]
@@ -118,7 +123,7 @@ def _enter(
     whole.requires_grad_(value.requires_grad)
     local.meta["val"] = whole
     local.meta.pop("tensor_meta", None)
-    boundaries.inputs[places[local]] = (Spec.parse(spec), tuple(hint.split(",")))
+    boundaries.inputs[places[local]] = (Spec.parse(spec), stated_use(hint))
     rewriter.replace(node, local)
     for view in views:
         if not view.users:
@@ -208,7 +213,7 @@ def _carry(node: fx.Node, leaving: dict[fx.Node, _Leaving], rewriter: Builder) -
     facts = op_facts_of(node.target)
     may_carry = facts.renames or facts.casts or node.target in _ON_GRADIENTS
     if len(ways) > 1 or not may_carry:
-        raise _looks_inside(node)
+        raise looks_inside(node)
     if facts.renames:
         rewriter.replace(node, node.args[0])
         return
@@ -220,7 +225,9 @@ def _carry(node: fx.Node, leaving: dict[fx.Node, _Leaving], rewriter: Builder) -
     leaving[copy] = way
 
 
-def _looks_inside(node: fx.Node) -> PlanError:
+def looks_inside(node: fx.Node) -> PlanError:
+    """Return the error for a node that computes with one rank's part of a sharded
+    parameter, or of its gradient."""
     return PlanError(
         f"{node.name} ({node.target}) computes with one rank's part of a parameter "
         f"that fxpar.shard split",

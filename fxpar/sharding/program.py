@@ -40,7 +40,7 @@ class Input:
 
     # The argument's or parameter's name.
     name: str
-    # "input", "parameter", "buffer", "tangent" or "state".
+    # "input", "parameter", "buffer", "tangent", "state" or "size".
     kind: str = "input"
     # The spec it is laid out in; None lets the plan choose.
     at_rest: Spec | None = None

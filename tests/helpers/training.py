@@ -71,7 +71,7 @@ def whole(x: Any) -> torch.Tensor:
         return x.full_tensor().detach().clone()
     mesh = Mesh.from_device_mesh(x.device_mesh)
     spec = Spec.from_placements(x.placements, mesh, x.dim())
-    lies = str(spec), "", str(mesh), "", "", -1
+    lies = str(spec), "", str(mesh), "", -1
     part = x.to_local().detach()
     return torch.ops.fxpar.to_global(part, list(x.shape), *lies)
 

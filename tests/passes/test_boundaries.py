@@ -41,14 +41,13 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(part))
 
     def whole(self, local: torch.Tensor | None = None) -> torch.Tensor:
-        how = {"mesh": str(MESH), "hint": "?,?", "summed": "", "reduce": ""} | self.how
+        how = {"mesh": str(MESH), "hint": "?,?", "reduce": ""} | self.how
         return torch.ops.fxpar.to_global(
             self.weight if local is None else local,
             list(SHAPE),
             self.spec,
             how["hint"],
             how["mesh"],
-            how["summed"],
             how["reduce"],
             -1,
         )
@@ -120,7 +119,7 @@ def test_crossings_become_specs_of_inputs_and_gradients() -> None:
     traced = Traced(linear)
     assert not crossings(traced.graph)
     spec = Spec(["tp", "dp"], None)
-    assert list(traced.found.inputs.values()) == [(spec, ("?", "?"))]
+    assert list(traced.found.inputs.values()) == [(spec, None)]
     assert list(traced.found.gradients.values()) == [spec]
     shapes = {
         tuple(n.meta["val"].shape)
@@ -211,15 +210,35 @@ def test_no_cast_where_a_gradient_has_the_dtype_asked_for() -> None:
     assert CONVERT not in {n.target for n in traced.graph.nodes}
 
 
+class Unreduced(torch.autograd.Function):
+    """The global value, with a gradient that is not reduced over dp."""
+
+    SPEC = Spec("tp", None, partial={"dp": "sum"})
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, *how: Any) -> torch.Tensor:
+        return torch.ops.fxpar.to_global(part, *how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        how = str(Unreduced.SPEC), str(MESH), ""
+        return torch.ops.fxpar.to_local(gradient, *how), *[None] * 6
+
+
+def unreduced(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    how = list(SHAPE), layer.spec, "?,?", str(MESH), "", -1
+    return x @ Unreduced.apply(layer.weight, *how).t()
+
+
 def summed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    return (x @ layer.whole().t()).sum(0)
+    return unreduced(layer, x).sum(0)
 
 
-@pytest.mark.parametrize("use", [summed, linear])
+@pytest.mark.parametrize("use", [summed, unreduced])
 def test_a_gradient_may_stay_unreduced_over_batch_axes(use: Use) -> None:
-    traced = Traced(use, "[tp, _]", summed="dp")
+    traced = Traced(use, "[tp, _]")
     (spec,) = traced.found.gradients.values()
-    assert spec == Spec("tp", None, partial={"dp": "sum"})
+    assert spec == Unreduced.SPEC
     result = traced.planned()
     assert spec in result.decision.edges.outputs
     size = 4 * 4 * 4  # bytes of a rank's gradient; sums of activations are smaller

@@ -10,9 +10,10 @@ from torch import nn
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, InputMismatchError
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input
+from fxpar.sharding.spec import Spec
 from tests.helpers.spawn import shared_pool
 
 MESH = Mesh.parse("dp=2,tp=2")
@@ -117,14 +118,14 @@ def compare() -> dict[str, object]:
     check("shape", same, ("x", "input", torch.ones(3 + (me == 1))))
     check("dtype", ("x", "input", torch.ones(3).to([torch.float, torch.int][me % 2])))
     check("count", *[same] * (1 + (me == 2)))
-    check("other", ("part", "shard", torch.ones(2) * me))
 
     named = [
-        NamedInput("weight", "parameter"),
-        NamedInput("x", "input"),
-        NamedInput("n", "input"),
+        Input("weight", "parameter"),
+        Input("x", "input"),
+        Input("n", "input"),
+        Input("part", "parameter", Spec("dp")),
     ]
-    args = [torch.ones(1), torch.ones(2) * dp, 3]
+    args = [torch.ones(1), torch.ones(2) * dp, 3, torch.ones(2) * me]
     out["arguments"] = said(check_inputs.check_arguments, named, args)
     return out
 
@@ -144,7 +145,7 @@ def test_compare() -> None:
         assert result["repaired"] == results[0]["repaired"]
         assert result["repaired"][2:] == [0.0, [False, False]]
         assert result["kept"]
-        assert result["again"] == result["other"] == ""
+        assert result["again"] == ""
 
         text = result["input"]
         assert text.startswith("input x differs between ranks: rank 3 does not feed")

@@ -24,9 +24,9 @@ import fxpar
 from fxpar import _torch, cache_files, pipeline
 from fxpar.config import Options
 from fxpar.runtime.caches import known_programs
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 from tests.helpers.caches import without_programs
 from tests.helpers.spawn import shared_pool
@@ -53,7 +53,7 @@ def text(
     args = [torch.ones(shape, dtype=torch.float32) for shape in ((rows, 8), (8, width))]
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
         node.meta["example_value"] = x
-    named = [NamedInput("a", "input"), NamedInput("b", "parameter")]
+    named = [Input("a", "input"), Input("b", "parameter")]
     place = Ranks(Mesh.parse(ranks), 0)
     return known_programs.text_of(gm, named, args, Options(**options), place, asked)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, InputMismatchError, RankMismatchError
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.open_sizes import Fed, Sizes
 from fxpar.runtime.ranks import (
     check_inputs,
@@ -22,6 +21,7 @@ from fxpar.runtime.ranks import (
     worlds,
 )
 from fxpar.runtime.ranks.groups import Ranks
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 from tests.helpers.spawn import shared_pool
 
@@ -382,7 +382,7 @@ def unequal_sizes() -> str:
     module = torch.fx.symbolic_trace(torch.nn.Identity())
     (node,) = module.graph.find_nodes(op="placeholder")
     node.meta["example_value"] = torch.ones(2)
-    fed = Fed(module, [NamedInput("x", "input")], None)
+    fed = Fed(module, [Input("x", "input")], None)
     with ranks.inside(), pytest.raises(InputMismatchError) as error:
         fed.require_same([Sizes(((2,),), ()), Sizes(((3,),), ())])
     return str(error.value)

@@ -75,7 +75,7 @@ def global_value(x: torch.Tensor) -> torch.Tensor:
             )
     mesh = ",".join(f"{axis}={devices.size(i)}" for i, axis in enumerate(names))
     spec = "[" + ", ".join([dim or "_" for dim in dims]) + "]"
-    how = spec, "", mesh, "", "", -1
+    how = spec, "", mesh, "", -1
     return torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *how)
 
 
@@ -109,7 +109,7 @@ def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
 
 
 @torch.library.impl("fxpar::to_global", "CompositeExplicitAutograd")
-def _(local, shape, spec, hint, mesh, summed, reduce, home):
+def _(local, shape, spec, hint, mesh, reduce, home):
     layout, mesh = Spec.parse(spec), Mesh.parse(mesh)
     if layout.is_whole:
         return local.clone()

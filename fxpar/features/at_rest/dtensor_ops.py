@@ -85,7 +85,7 @@ def gathered(x: Any) -> torch.Tensor:
         )
     x = summed(x)
     mesh, spec = layout_of(x)
-    where = str(spec), "", str(mesh), "", "", -1
+    where = str(spec), "", str(mesh), "", -1
     whole: torch.Tensor = torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *where)
     return whole
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar import _torch
 from fxpar._torch.traced_once import SegmentKind
 from fxpar.config import Options
-from fxpar.errors import PlanError
 from fxpar.features.at_rest.crossings import layout_of
 from fxpar.features.at_rest.sharded_modules import (
     Home,
@@ -34,9 +33,9 @@ from fxpar.features.at_rest.sharded_modules import (
     written_parameter,
 )
 from fxpar.graph.builder import replace_items
-from fxpar.runtime.caches.program_identity import NamedInput
+from fxpar.passes.boundaries import looks_inside, stated_use
 from fxpar.runtime.ranks.presence import user_line as running_line
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.spec import Spec
 
 Calling = Callable[..., Any]
@@ -51,17 +50,15 @@ _CROSSINGS = (
 
 def homes(gm: fx.GraphModule) -> list[Home]:
     """Return the sharded models whose parameters a Dynamo graph uses."""
-    numbers = [node.args[-1] for node in _crossings(gm)]
-    models = map(home_of, dict.fromkeys(numbers))
-    return [home for home in models if home is not None]
+    return [home for home in dict.fromkeys(_crossings(gm).values()) if home is not None]
 
 
 def refuse_written_parameters(gm: fx.GraphModule) -> None:
     """Raise ShardError if a Dynamo graph writes to a parameter at rest: the write would
     change the global value, which exists in this graph alone."""
     parameters: dict[int, fx.Node] = {}  # by the memory of their values
-    for node in _crossings(gm):
-        home, values = home_of(node.args[-1]), [node]
+    for node, home in _crossings(gm).items():
+        values = [node]
         if home is not None and home.param_dtype is not None:
             values += [user for user in node.users if user.target == "to"]  # its cast
         for value in values:
@@ -85,12 +82,11 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
     written since the call. To be called before ``forget_homes``."""
     models, results = homes(gm), gm.graph.output_node().args[0]
     returned: dict[int, tuple[Home, str]] = {}
-    for crossing in _crossings(gm):
-        home, shape = home_of(crossing.args[-1]), crossing.args[1]
+    for crossing, home in _crossings(gm).items():
         casts = [user for user in crossing.users if user.target == "to"]
         for i, node in enumerate(results):
             if home is not None and node in (crossing, *casts):
-                returned[i] = home, f"of shape {shape}"
+                returned[i] = home, f"of shape {crossing.args[1]}"
 
     def compared(call: Calling) -> Calling:
         def compare(*args: Any) -> Any:
@@ -114,13 +110,19 @@ def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:
 def forget_homes(gm: fx.GraphModule) -> None:
     """Remove from a Dynamo graph, in place, the numbers of the models that own its
     parameters, so that it is the same program at every start of the process."""
-    for node in _crossings(gm):
+    crossings = _crossings(gm)
+    for node in crossings:
         node.args = (*node.args[:-1], -1)
-    gm.recompile()
+    for module in filter(None, {node.graph.owning_module for node in crossings}):
+        module.recompile()
 
 
-def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.target in _CROSSINGS]
+def _crossings(gm: fx.GraphModule) -> dict[fx.Node, Home | None]:
+    """Return the crossings in a graph and its bodies, each with its model; None: the
+    model is gone."""
+    graphs = (x.graph for x in gm.modules() if isinstance(x, fx.GraphModule))
+    nodes = (node for graph in graphs for node in graph.nodes)
+    return {x: home_of(x.args[-1]) for x in nodes if x.target in _CROSSINGS}
 
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
@@ -143,7 +145,7 @@ class Forward:
     """Is a forward that takes parameters by their global value."""
 
     module: fx.GraphModule  # the graph, without the crossings of parameters at rest
-    ends: tuple[NamedInput, ...]  # one per input
+    ends: tuple[Input, ...]  # one per input
     trained: tuple[int, ...]  # positions of inputs that are parameters with a gradient
     # Layers that repeat; the ops of each kind are known once ``reached`` ran them.
     kinds: tuple[SegmentKind, ...] = ()
@@ -155,7 +157,7 @@ def spec_of(x: Any) -> Spec | None:
 
 
 def globally(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]
 ) -> Forward:
     """Return the forward on global parameters: crossings of parameters at rest are
     removed.
@@ -166,9 +168,8 @@ def globally(
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ends, trained = [], []
     for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
-        hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
-        use = hint if hint and any(entry.strip("?_") for entry in hint) else None
-        ends.append(NamedInput(name.name, name.kind, spec_of(x), use))
+        use = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
+        ends.append(replace(name, at_rest=spec_of(x), use=use))
         if isinstance(x, torch.nn.Parameter) and x.requires_grad:
             trained.append(i)
     gm.graph.lint()
@@ -207,26 +208,20 @@ def _open_checkpoints(gm: fx.GraphModule) -> None:
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
     """Let the readers of a parameter's global value read the parameter itself. Returns
-    the hint on it."""
-    hint = None
+    the use that its hint states."""
+    use = None
     for user in list(parameter.users):
         local = _torch.dynamo.is_to_local(user)
         for node in list(user.users) if local else [user]:
             if node.target not in _CROSSINGS:
-                raise PlanError(
-                    f"{node.name} ({node.target}) computes with one rank's part of a "
-                    "parameter that fxpar.shard split",
-                    where=user_line(node),
-                    fix="use the parameter as the module's attribute, which is the "
-                    "global value",
-                )
+                raise looks_inside(node)
             # Parameter or part, shape, spec, hint, ...
-            hint = tuple(node.args[3].split(",")) if node.args[3] else None
+            use = stated_use(node.args[3])
             node.replace_all_uses_with(parameter)
             graph.erase_node(node)
         if local:
             graph.erase_node(user)
-    return hint
+    return use
 
 
 def fake_of(x: Any, mode: Any) -> Any:

@@ -34,9 +34,8 @@ from torch.distributed.tensor import DTensor, Partial
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.features.at_rest.crossings import dtensor_of, layout_of
-from fxpar.graph.custom_ops import unreduced
 from fxpar.runtime.ranks import mean_gradients as reduce
-from fxpar.runtime.ranks.groups import HOME, OnMesh
+from fxpar.runtime.ranks.groups import HOME
 from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -47,10 +46,11 @@ _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
-class Home(OnMesh):
+class Home:
     """Holds what all sharded parameters of one model share, read while it is traced.
     ``HOME`` of adopted modules and their parameters."""
 
+    mesh: str  # as ``FXPAR_MESH`` takes it
     batch: tuple[str, ...]  # axes that the batch is split over
     # As the option of this name; None if it is not set.
     param_dtype: torch.dtype | None = None
@@ -74,6 +74,9 @@ class Home(OnMesh):
     )
     # The Homes of the model and of its copies, in order of creation.
     copies: list[weakref.ref[Home]] = field(default_factory=list)
+    local: bool = False  # whether each rank feeds its own part of the batch
+    # The round of ranks in which the model was laid out, the same on all of them.
+    round: int = 0
     # The number by which graphs name it (``home_of``).
     number: int = field(default_factory=_NUMBERS.__next__)
 
@@ -302,7 +305,7 @@ def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Ten
     if home.batch and (home.waiting or home.unreduced):
         whole = to_global_unreduced(parameter, *layout, "+".join(home.batch), *how)
     else:
-        whole = torch.ops.fxpar.to_global(parameter.to_local(), *layout, "", *how)
+        whole = torch.ops.fxpar.to_global(parameter.to_local(), *layout, *how)
     if home.param_dtype is not None and whole.is_floating_point():
         whole = whole.to(home.param_dtype)
     return whole
@@ -315,8 +318,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
-        _, spec, _, mesh, summed, reduce, _ = how
-        axes = tuple(summed.split("+"))
+        *layout, summed, reduce, home = how
+        (_, spec, _, mesh), axes = layout, summed.split("+")
         names, placements = parameter.device_mesh.mesh_dim_names, parameter.placements
         partial = [
             Partial() if name in axes else placement
@@ -324,8 +327,9 @@ class _Summed(torch.autograd.Function):
         ]
         ctx.layout = parameter.device_mesh, partial
         ctx.like = parameter.shape, parameter.stride()
-        ctx.how = str(unreduced(Spec.parse(spec), axes)), mesh, reduce
-        return torch.ops.fxpar.to_global(parameter.to_local(), *how)
+        dims = [[x for x in dim if x not in axes] for dim in Spec.parse(spec).dims]
+        ctx.how = str(Spec.of(dims, [(axis, "sum") for axis in axes])), mesh, reduce
+        return torch.ops.fxpar.to_global(parameter.to_local(), *layout, reduce, home)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

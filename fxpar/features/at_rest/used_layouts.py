@@ -403,19 +403,17 @@ def _uses(
     declared: list[Input] = []
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
-        name, rest, use = f"{kind}_{len(declared)}", None, None
-        value, is_free = node.meta["val"], False
+        value, end = node.meta["val"], Input(f"{kind}_{len(declared)}", kind)
         if kind == "input":
             place = call.places[payload]
-            end, is_free = forward.ends[place], id(examples[place]) in free
-            name, kind = end.name, end.kind
-            if not is_free:
-                rest, use = end.at_rest, end.use
-        if kind in ("input", "buffer") and isinstance(value, torch.Tensor):
-            fed = options.inputs == "global" and rest is None
-            rest = Spec.whole(value.dim()) if fed else rest
-        declared.append(Input(name, kind, rest, use, splits=is_free))
-        return declared[-1]
+            end = forward.ends[place]
+            if id(examples[place]) in free:
+                end = Input(end.name, end.kind, splits=True)
+        is_fed = end.kind in ("input", "buffer") and options.inputs == "global"
+        if is_fed and end.at_rest is None and isinstance(value, torch.Tensor):
+            end = replace(end, at_rest=Spec.whole(value.dim()))
+        declared.append(end)
+        return end
 
     def end(kind: str, name: str, of: int | None) -> Output:
         if kind != "gradient" or of is None:

@@ -52,12 +52,12 @@ from fxpar.features.train_step.trace import (
     loss_of,
 )
 from fxpar.passes.repeated_segments import repeated_segments
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.compiled_graph import refusing_data
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.tracing import traced_for
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
@@ -451,7 +451,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
 
 def refuse_shared_memory(
-    ends: Sequence[NamedInput], args: Sequence[Any], written: Collection[int]
+    ends: Sequence[Input], args: Sequence[Any], written: Collection[int]
 ) -> None:
     """Raise PlanError if an input that a step writes shares memory with another: a
     graph takes each as a separate value, so the other would not change with it."""
@@ -483,8 +483,9 @@ def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
     """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
     graph. Hooks of ``fxpar.no_sync`` are allowed, as they have nothing to do here."""
     for i in forward.trained:
-        hooks = _torch.objects.gradient_hooks(args[i])
-        if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
+        before, after = _torch.objects.hooks_of(args[i])
+        modules = (str(hook.__module__) for hook in (*before, *after))
+        if not all(module.startswith("fxpar.") for module in modules):
             raise PlanError(
                 f"parameter {forward.ends[i].name} has a hook on its gradient, which "
                 "fxpar.train_step does not show",

@@ -44,9 +44,8 @@ from fxpar.features.train_step.optimizer import (
 )
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.graph.builder import keep_meta
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.tracing import raised_at
-from fxpar.sharding.program import PHASE, user_line
+from fxpar.sharding.program import PHASE, Input, user_line
 from fxpar.sharding.spec import Spec
 
 
@@ -227,8 +226,8 @@ class TracedStep:
         ends = [self._end(slot, x) for slot, x in read.items()]
         for parameter in (forward.ends[i] for i in how.accumulated):
             name = f"gradient.{parameter.name}"
-            ends.append(NamedInput(name, "buffer", parameter.at_rest))
-        ends += [NamedInput("scaler.scale", "input")] * how.options.has_scaler
+            ends.append(Input(name, "buffer", parameter.at_rest))
+        ends += [Input("scaler.scale", "input")] * how.options.has_scaler
         # Name, kind and layout of each input.
         self.ends = (*forward.ends, *ends)
         # Positions of inputs that it writes.
@@ -363,16 +362,16 @@ class TracedStep:
                 inputs[slot].copy_(x)
         return new_values
 
-    def _end(self, slot: Slot, x: Any) -> NamedInput:
+    def _end(self, slot: Slot, x: Any) -> Input:
         """Return the input for a slot: state has its parameter's name, and its own
         spec."""
         key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
         if slot.place == "state":
             parameter = self.forward.ends[self.places[slot.index]].name
-            return NamedInput(f"optimizer.{parameter}.{key}", "buffer", spec_of(x))
+            return Input(f"optimizer.{parameter}.{key}", "buffer", spec_of(x))
         several = len(self.optimizer.param_groups) > 1
         group = f".{slot.index}" if several else ""
-        return NamedInput(f"optimizer{group}.{key}", "input")
+        return Input(f"optimizer{group}.{key}", "input")
 
 
 def as_tensor(x: Any) -> torch.Tensor:

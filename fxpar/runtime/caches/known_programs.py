@@ -43,7 +43,7 @@ from fxpar.graph import custom_ops
 from fxpar.graph.graph_bodies import all_nodes, named_body
 from fxpar.passes.order.outline_layers import INVOKE
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.caches.program_identity import NamedInput, fixed_content
+from fxpar.runtime.caches.program_identity import fixed_content
 from fxpar.runtime.calls.open_sizes import DivisorsAsked, OpenSizesRefused, refusal_of
 from fxpar.runtime.ranks import meeting, presence
 from fxpar.runtime.ranks.groups import Ranks
@@ -61,6 +61,7 @@ from fxpar.sharding.hints import load
 from fxpar.sharding.ops import has_user_rules
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine
+from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
@@ -170,8 +171,7 @@ def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     if any(x.device.type != "cpu" for x in tensors):
         return False
     keys = (f"{world.presence.prefix}/folder/{rank}" for rank in world.ranks)
-    folders = set(map(world.store.get, keys))
-    return not _torch.inductor.is_cache_disabled() and len(folders) == 1
+    return len(set(map(world.store.get, keys))) == 1
 
 
 # Errors that depend on the program alone, at every start; not those of a rank that did
@@ -182,95 +182,74 @@ _REFUSALS = (
 )
 
 
+def _message_of(graph: str, is_planned: bool) -> str:
+    """Return the name of the first or the second message of a ``Leader``."""
+    return f"{graph} compiled on rank 0" if is_planned else f"the plan of {graph}"
+
+
 @dataclass
 class Leader:
     """Is rank 0 while it plans and compiles a program that the other ranks then take
-    over. It sends messages to them; they wait in ``await_plan``, then in
-    ``await_compiled``."""
+    over: it sends what it planned, then what it compiled (``await_leader``)."""
 
     name: str  # name of the graph in messages between ranks
     program: KnownProgram
     is_open: bool  # whether its sizes are left open
-    launches: Sequence[str]  # its collectives, in order, as they are found
-    shared: bool = False  # whether the compiled code serves all ranks
     has_sent_plan: bool = False  # whether the others know the plan
 
-    def tell_plan(self, planned: KnownProgram | None) -> None:
-        """Send what was planned; None if nothing was, so that each rank finds out by
-        itself what is wrong."""
-        record = planned and _record_of(planned)
-        meeting.gather(f"the plan of {self.name}", json.dumps(record))
-        self.has_sent_plan = planned is not None
-
-    def _tell_compiled(self, refused: str = "") -> None:
-        """Send that it is compiled, or why sizes cannot be left open."""
-        message: dict[str, Any] = {"shared": self.shared and not refused}
-        message["launches"] = [] if refused else list(self.launches)
-        message["refused"] = refused
-        message["instructions"] = cpp_kernels.instructions()
-        meeting.gather(f"{self.name} compiled on rank 0", json.dumps(message))
+    def tell(self, program: KnownProgram | None) -> None:
+        """Send what was planned or compiled; None if nothing was planned, so that each
+        rank finds out by itself what is wrong."""
+        record = program and _record_of(program)
+        message = json.dumps([record, cpp_kernels.instructions()])
+        meeting.gather(_message_of(self.name, self.has_sent_plan), message)
+        self.has_sent_plan = program is not None
 
     @contextlib.contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """Let the others wait while this runs, and hear of a failure or of the end."""
+    def waited_for(self, compiled: Callable[[], KnownProgram]) -> Iterator[None]:
+        """Let the others wait while this runs, and hear of a failure or, from
+        ``compiled``, of the end."""
         with presence.works(f"compiles {self.name} for all ranks"):
             try:
                 yield
+                # The others have the plan.
+                end = replace(compiled(), plan=None) if self.has_sent_plan else None
             except Exception as error:
                 self._tell_failure(error)
                 raise
-        if self.has_sent_plan:
-            self._tell_compiled()
-        else:
-            self.tell_plan(None)
+        self.tell(end)
 
     def _tell_failure(self, error: Exception) -> None:
         """Send an error. With open sizes the others then do the same as this rank: fix
         the sizes, or trace with the divisors that the plan requires."""
         if isinstance(error, DivisorsAsked):
-            planned = replace(self.program, plan=error.plan, divisors=error.divisors)
-            self.tell_plan(planned)
-        elif not self.is_open:
-            if not self.has_sent_plan:
-                self.tell_plan(None)
-        elif self.has_sent_plan:
-            self._tell_compiled(refusal_of(error))
-        else:
+            self.tell(replace(self.program, plan=error.plan, divisors=error.divisors))
+        elif self.is_open:
             refused = replace(self.program, refused=refusal_of(error))
-            self.tell_plan(refused)
-            if isinstance(error, _REFUSALS):
+            is_kept = not self.has_sent_plan and isinstance(error, _REFUSALS)
+            self.tell(refused)
+            if is_kept:
                 keep(refused)
+        elif not self.has_sent_plan:
+            self.tell(None)
 
 
-def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
-    """Return what rank 0 planned, None if it failed.
+def await_leader(graph: str, program: KnownProgram) -> KnownProgram | None:
+    """Return what rank 0 planned; of a planned program, what rank 0 compiled. None if
+    it could not plan.
 
-    Raises RankMismatchError if rank 0 does not come.
+    Raises RankMismatchError if rank 0 fails to compile, or does not come.
     """
-    text, *_ = meeting.gather(f"the plan of {graph}", "")
-    record = json.loads(text)
-    return record and _read(program.key, record)
-
-
-def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
-    """Return a planned program once rank 0 has compiled it.
-
-    Raises RankMismatchError if rank 0 fails, or does not come.
-    """
-    text, *_ = meeting.gather(f"{graph} compiled on rank 0", "")
-    message = json.loads(text)
-    cpp_kernels.take_instructions(message["instructions"])
-    return replace(
-        program,
-        shared=bool(message["shared"]),
-        launches=tuple(message["launches"]),
-        refused=str(message["refused"]),
-    )
+    text, *_ = meeting.gather(_message_of(graph, program.plan is not None), "")
+    record, instructions = json.loads(text)
+    cpp_kernels.take_instructions(instructions)
+    told = _read(program.key, record) if record else None
+    return told and replace(told, plan=told.plan or program.plan)
 
 
 def text_of(
     gm: fx.GraphModule,
-    inputs: Sequence[NamedInput],
+    inputs: Sequence[Input],
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,

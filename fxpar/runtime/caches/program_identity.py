@@ -15,7 +15,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,23 +24,10 @@ from torch import fx, nn
 from fxpar import _torch
 from fxpar._torch.dynamo import example_of
 from fxpar.graph.graph_bodies import attribute_at
-from fxpar.sharding.program import user_line
-from fxpar.sharding.spec import Spec
+from fxpar.sharding.program import Input, user_line
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class NamedInput:
-    """Is an input of a graph, as the user knows it."""
-
-    name: str  # as in the user's code
-    kind: str  # "parameter", "buffer" or "input"
-    # The spec in which it is sharded; None if each rank holds the whole.
-    at_rest: Spec | None = None
-    # The hint on its use in the program, an entry per dim; None without one.
-    use: tuple[str, ...] | None = None
 
 
 def _source(node: fx.Node) -> str:
@@ -53,7 +40,7 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _name_input(source: str, example: Any) -> NamedInput:
+def _name_input(source: str, example: Any) -> Input:
     """Return the name and kind of an input, from the text by which Dynamo found it."""
     parts = _PART.findall(source)
     if parts:
@@ -73,11 +60,11 @@ def _name_input(source: str, example: Any) -> NamedInput:
         kind = "input"
     if isinstance(example, nn.Parameter):
         kind = "parameter"
-    return NamedInput(name, kind)
+    return Input(name, kind)
 
 
-def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[NamedInput]:
-    """Return one NamedInput per placeholder of a Dynamo graph, names unique."""
+def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Input]:
+    """Return one Input per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
         _name_input(_source(node), example)
@@ -312,7 +299,7 @@ def _converted(
     return node
 
 
-def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
+def program_text(gm: fx.GraphModule, inputs: Sequence[Input]) -> str:
     """Return the program, a line for each op, sizes left out. ``inputs``: of the
     program; the body of a region has none with names."""
     lines, places = [], dict[fx.Node, str]()
@@ -368,7 +355,7 @@ def program_text(gm: fx.GraphModule, inputs: Sequence[NamedInput]) -> str:
 
 
 def content(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]
 ) -> str:
     """Return all that compiling a graph depends on in this process, without sizes."""
     objects = (str(id(x)) for x in _objects(gm))
@@ -388,9 +375,7 @@ def _objects(gm: fx.GraphModule) -> Iterator[Any]:
                 yield attribute
 
 
-def _text(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
-) -> str:
+def _text(gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]) -> str:
     """Return the nodes of a graph and its bodies, and the forms of inputs but sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
@@ -425,7 +410,7 @@ def _text(
 
 
 def fixed_content(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]
 ) -> str | None:
     """Return all that compiling a graph depends on for these sizes, open ones as they
     were traced, the same text in every process; None for a graph that holds more than

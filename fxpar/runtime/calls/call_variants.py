@@ -29,13 +29,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError, warn
-from fxpar.runtime.caches.program_identity import (
-    BEGINS,
-    NamedInput,
-    content,
-    digest,
-    program_text,
-)
+from fxpar.runtime.caches.program_identity import BEGINS, content, digest, program_text
 from fxpar.runtime.calibrate.measure import measure_first
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -61,7 +55,7 @@ from fxpar.runtime.ranks.meeting import ALONE, CALL, current, meet
 from fxpar.runtime.ranks.presence import in_call
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
@@ -124,7 +118,7 @@ class CompileJob:
     # This rank in the mesh, and its process groups.
     ranks: Ranks
     # One for each input of the graph, in order.
-    named_inputs: Sequence[NamedInput]
+    named_inputs: Sequence[Input]
     # Specs that results must have, by position.
     rest_specs: Mapping[int, Spec] = field(default_factory=dict)
     # Inputs are written, and keep their layout.

@@ -38,7 +38,7 @@ from fxpar import _torch
 from fxpar.errors import FxparError, PlanError, RankMismatchError
 from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers its ops)
 from fxpar.runtime.caches.known_programs import KnownProgram
-from fxpar.runtime.caches.program_identity import NamedInput, placeholders
+from fxpar.runtime.caches.program_identity import placeholders
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.call_variants import CompileJob
 from fxpar.runtime.calls.open_sizes import SizeRange, open_sizes
@@ -46,7 +46,7 @@ from fxpar.runtime.ranks import drift, mean_gradients, meeting, worlds
 from fxpar.runtime.ranks.meeting import name_lost_ranks
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.spec import Spec
 
 # The last ones: a program may be compiled again and again.
@@ -181,17 +181,23 @@ class Compiled:
             name_lost_ranks(error)
             raise
         if not self._watches and torch.is_grad_enabled():
-            self._watches = _torch.aot.watch_backward(
-                outputs, self._backward_begins, name_lost_ranks
-            )
+            function = _torch.aot.wrap_backward(outputs, self._backward)
+            self._watches = function is not None
             if self._watches and self.job.ranks.manual is not None:
                 mean_gradients.serve_backward(args, outputs)
         is_global = self.job.options.outputs == "global"
         return outputs if is_global else self._dressed(outputs)
 
-    def _backward_begins(self, gradients: Sequence[Any]) -> None:
+    def _backward(
+        self, _: Any, gradients: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
         if self.job.options.outputs == "global" and self.job.ranks.mesh.size > 1:
             drift.note_gradients(self.source_line, gradients)
+        try:
+            return run()
+        except RuntimeError as error:
+            name_lost_ranks(error)
+            raise
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Check the arguments, and run the graph for the first time."""
@@ -219,7 +225,7 @@ WithRoom = Callable[[int, Sequence[Any]], Compiled]
 
 
 def refuse_nested(
-    gm: fx.GraphModule, inputs: Sequence[NamedInput], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Input], examples: Sequence[Any]
 ) -> None:
     """Raise PlanError if an input is a nested tensor: the lengths of its rows are not
     sizes of the program."""

@@ -26,9 +26,10 @@ from fxpar._torch.dynamo import example_of
 from fxpar._torch.symbols import is_symbol, substituted
 from fxpar.errors import InputMismatchError
 from fxpar.graph import size_nodes
-from fxpar.runtime.caches.program_identity import NamedInput, placeholders
+from fxpar.runtime.caches.program_identity import placeholders
 from fxpar.runtime.ranks import meeting
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Input
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -72,7 +73,7 @@ class Fed:
     def __init__(
         self,
         gm: fx.GraphModule,
-        inputs: Sequence[NamedInput],
+        inputs: Sequence[Input],
         where: str | None,
     ) -> None:
         self.inputs, self.where = inputs, where
@@ -184,7 +185,7 @@ class OpenSize:
         return int(x if self.dim is None else x.shape[self.dim])
 
 
-def open_sizes(gm: fx.GraphModule, inputs: Sequence[NamedInput] = ()) -> list[OpenSize]:
+def open_sizes(gm: fx.GraphModule, inputs: Sequence[Input] = ()) -> list[OpenSize]:
     """Return the sizes that Dynamo left open in the inputs of a graph, each at the
     first place where it is a bare symbol. ``inputs``: with names for messages."""
     nodes = placeholders(gm)
@@ -208,7 +209,7 @@ class OpenProgram:
     # Which of these have sizes that may differ between calls.
     fed: Fed
     # Names and kinds, in order of ``examples``.
-    inputs: tuple[NamedInput, ...]
+    inputs: tuple[Input, ...]
     # Mode of the examples; its guards say which sizes the program holds for.
     fake_mode: Any
     # One for each symbol; it stands for all sizes equal to it.
@@ -264,7 +265,7 @@ class OpenProgram:
 def open_program(
     gm: fx.GraphModule,
     args: Sequence[Any],
-    inputs: Sequence[NamedInput],
+    inputs: Sequence[Input],
     fed: Fed,
     sizes: Sequence[OpenSize],
     units: Mapping[str, int],
@@ -313,7 +314,7 @@ def open_program(
         examples,
         fed,
         (
-            *(NamedInput(size.text, "size") for size in sizes),
+            *(Input(size.text, "size") for size in sizes),
             *(inputs[i] for i in tensors),
         ),
         mode,

@@ -31,11 +31,10 @@ from fxpar import _torch
 from fxpar.config import Options, variable_of
 from fxpar.errors import InputMismatchError, RankMismatchError, warn
 from fxpar.graph.graph_bodies import body_of
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import meeting, worlds
 from fxpar.runtime.ranks.groups import Ranks, check_devices
 from fxpar.sharding.plan_request import read_auto
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import Input, user_line
 
 NAMES_SHOWN = 8
 
@@ -43,7 +42,7 @@ NAMES_SHOWN = 8
 Fed = tuple[str, str, torch.Tensor]
 
 
-def check_arguments(inputs: Sequence[NamedInput], args: Sequence[Any]) -> None:
+def check_arguments(inputs: Sequence[Input], args: Sequence[Any]) -> None:
     """Compare across ranks the tensors of the first call of a graph.
 
     Raises InputMismatchError, RankMismatchError, DeviceError.
@@ -54,6 +53,7 @@ def check_arguments(inputs: Sequence[NamedInput], args: Sequence[Any]) -> None:
         (entry.name, entry.kind, x)
         for entry, x in zip(inputs, args, strict=True)
         if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        if entry.at_rest is None  # else each rank holds its part
     ]
     for device in {x.device for *_, x in fed if x.device.type == "cuda"}:
         check_devices(device)
@@ -95,7 +95,6 @@ def check_same(fed: Sequence[Fed]) -> None:
     RankMismatchError if a rank does not come. All ranks must call this.
     """
     world = worlds.current()
-    fed = [x for x in fed if x[1] in ("parameter", "buffer", "input")]
     if world is None or world.size == 1 or not fed or dist.get_backend() == "fake":
         return
     lines = [

@@ -36,13 +36,13 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import GradientError, InputMismatchError
-from fxpar.runtime.caches.program_identity import NamedInput
 from fxpar.runtime.ranks import check_inputs, meeting, worlds
 from fxpar.runtime.ranks.check_inputs import is_drift, on_its_way, sample, sketch
 from fxpar.runtime.ranks.groups import HOME
 from fxpar.runtime.ranks.meeting import meetings
 from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input
 
 # Meetings that pass at most between two comparisons in full that show no error.
 _LONGEST = 64
@@ -97,7 +97,7 @@ class Drift:
 
     def __init__(
         self,
-        inputs: Sequence[NamedInput],
+        inputs: Sequence[Input],
         examples: Sequence[Any],
         fed: Iterable[int],
         mesh: Mesh,

@@ -94,13 +94,6 @@ def _graphs() -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Manual(ManualAxes):
-    """Are the axes of the batch, where each rank feeds its own part of it."""
-
-    rank: int  # this process's rank in the mesh of all ranks
-
-
-@dataclass(frozen=True)
 class Ranks:
     """Is this process's rank in the mesh, with the process groups of its axes."""
 
@@ -108,12 +101,15 @@ class Ranks:
     rank: int
     open: bool = False  # the mesh is not chosen yet: it is one axis over all ranks
     world: World | None = None  # the ranks of the mesh, if they are not all
-    manual: Manual | None = None  # axes along which the mesh is one place
+    # Axes of the batch, of which each place is fed its own part.
+    manual: ManualAxes | None = None
 
     @property
     def whole(self) -> Ranks:
         """Return all ranks on the whole mesh, over which parameters are sharded."""
-        return Ranks(self.manual.mesh, self.manual.rank) if self.manual else self
+        if self.manual is None or self.world is None:
+            return self
+        return Ranks(self.manual.mesh, self.world.ranks[self.rank])
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
         """Let this thread inside meet only the ranks of the mesh."""
@@ -167,13 +163,13 @@ def join(options: Options) -> Ranks:
     rank = dist.get_rank() if size > 1 else 0
     axes = [a for a in batch_axes(mesh) if mesh.axis_size(a) > 1] if is_local else ()
     if axes:  # else the batch has one part
-        return _in_place(Manual(mesh, tuple(axes), rank))
+        return _in_place(ManualAxes(mesh, tuple(axes)), rank)
     return Ranks(mesh, rank, chooses)
 
 
-def _in_place(manual: Manual) -> Ranks:
-    """Return the ranks of this process's place."""
-    mesh, rank = manual.mesh, manual.rank
+def _in_place(manual: ManualAxes, rank: int) -> Ranks:
+    """Return the ranks of the place of ``rank``, this process."""
+    mesh = manual.mesh
     others = [axis for axis in mesh.names if axis not in manual.axes]
     members = mesh.group(rank, others)
     part = mesh.index(rank, manual.axes)
@@ -429,16 +425,6 @@ def check_sharing(hosts: Sequence[str], devices: Sequence[str]) -> None:
             )
 
 
-# On modules and parameters that a feature lays out over a mesh: the model's ``OnMesh``.
+# On modules and parameters that ``fxpar.shard`` lays out: their model's
+# ``sharded_modules.Home``.
 HOME = "_fxpar_home"
-
-
-@dataclass(eq=False)
-class OnMesh:
-    """Holds what ranks must know of a model that is laid out over a mesh."""
-
-    mesh: str  # as ``FXPAR_MESH`` takes it
-    # Whether each rank feeds its own part of the batch.
-    local: bool = field(default=False, kw_only=True)
-    # The round of ranks in which it was laid out, the same on all of them.
-    round: int = field(default=0, kw_only=True)

@@ -351,7 +351,7 @@ def _accumulated(parameter: torch.Tensor) -> None:
         reducer.unreduced.add(watched)
         return
     # Other hooks may still change the gradient.
-    is_final = _torch.aot.hooks_of(parameter)[1] == 1
+    is_final = len(_torch.objects.hooks_of(parameter)[1]) == 1
     with torch.no_grad():
         gradient = watched.gradient()
         assert gradient is not None
@@ -873,7 +873,7 @@ def _take(gradients: list[torch.Tensor], inputs: list[int], holders: list[int]) 
     reducer, backward, handed = handing.reducer, None, []
     for gradient, position, most in zip(gradients, inputs, holders, strict=True):
         leaf = _torch.aot.accumulating(handing.nodes.get(position))
-        if leaf is None or _torch.aot.hooks_of(leaf) != (0, 1):
+        if leaf is None or tuple(map(len, _torch.objects.hooks_of(leaf))) != (0, 1):
             continue
         each = reducer.watched.get(id(leaf))
         if each is None or not each.early or not each.has_hook or each.is_left:
@@ -895,14 +895,13 @@ def _take(gradients: list[torch.Tensor], inputs: list[int], holders: list[int]) 
 _SERVED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def serve_backward(args: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Let the backward of a call of a compiled graph hand gradients over, and return
-    whether there is one. ``args``, ``outputs``: of the call."""
+def serve_backward(args: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Let the backward of a call of a compiled graph hand gradients over. ``args``,
+    ``outputs``: of the call."""
     positions = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
     function = _torch.aot.wrap_backward(outputs, partial(_handing, positions))
     if function is not None:
         _SERVED.add(function)
-    return function is not None
 
 
 def _is_served(node: Any) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar.errors import (
@@ -696,6 +697,17 @@ def another_mesh_to_compile() -> None:
     compiled(sharded("dp=1,tp=2"), mesh="dp=2")(ids())
 
 
+class Checkpointed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def the_mesh_of_what_a_checkpoint_reads() -> None:
+    model = fxpar.shard(Checkpointed(8, 8), mesh="tp=2")
+    x = torch.ones(4, 8)
+    torch.testing.assert_close(compiled(model, None)(x), model(x))
+
+
 def too_large_a_mesh() -> None:
     fxpar.shard(made(), mesh="dp=8")
 
@@ -706,6 +718,7 @@ def test_meshes_that_differ() -> None:
     words = "tp=2", "FXPAR_MESH is dp=1,tp=2", "unset FXPAR_MESH"
     refused(another_mesh_than_the_environment, MeshError, *words, **two)
     everywhere(the_mesh_of_the_environment, **two)
+    everywhere(the_mesh_of_what_a_checkpoint_reads, ranks=2)
     words = "sharded over mesh dp=1,tp=2", "for mesh dp=2", "by FXPAR_MESH"
     refused(another_mesh_to_compile, MeshError, *words, ranks=2)
     words = "dp=8 has 8 ranks", "2 processes run"
