@@ -39,7 +39,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar.graph.builder import PLACE, part_of
 from fxpar.graph.pipeline_ops import CROSSINGS, EVERY
 from fxpar.passes.order.bucket_collectives import REGATHERED, Joinable
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.order_collectives import (
     BEFORE_BUCKETS,
     DEFAULT,
@@ -49,6 +48,7 @@ from fxpar.passes.order.order_collectives import (
     gathers_started,
     schedule,
 )
+from fxpar.passes.simulate.launches import WAIT
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 

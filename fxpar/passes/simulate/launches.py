@@ -55,7 +55,7 @@ PRODUCTS = {
     ours.gather_matmul.default: "all_gather",
     ours.matmul_scatter.default: "reduce_scatter",
 }
-WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
+WAIT = c10d.wait_tensor.default
 
 
 def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
@@ -106,7 +106,7 @@ def message_of(node: fx.Node) -> tuple[str, float]:
 def _role_of(target: Any) -> str:
     """Return what a target does in addition to computing: "waits", "sends", "unknown"
     for other functional collectives, or ""."""
-    if target in WAITS:
+    if target is WAIT:
         return "waits"
     if target in KINDS:
         return "sends"
@@ -177,7 +177,7 @@ def crossings(
         if node.target is _torch.inductor.invoke_subgraph():
             body: Any = getattr(graph.owning_module, str(node.args[1]))
             out += crossings(body.graph, even=even)
-        if node.target in WAITS or not ("c10d" in name or is_collective(node)):
+        if node.target is WAIT or not ("c10d" in name or is_collective(node)):
             continue
         exchanges = node.target is c10d.all_to_all_single.default
         is_uneven = exchanges and len({*node.args[1], *node.args[2]}) > 1
