@@ -92,6 +92,12 @@ def is_collective(node: fx.Node) -> bool:
     return node.target in KINDS and not (moves and not message_of(node)[1])
 
 
+def communicates(node: fx.Node) -> bool:
+    """Return whether a node is a collective, of any graph, or a message of torch's."""
+    is_started = "c10d" in str(node.target) or is_collective(node)
+    return is_started and node.target is not WAIT
+
+
 def message_of(node: fx.Node) -> tuple[str, float]:
     """Return (kind, bytes before) of the collective that exchanges the rows of a
     ``fxpar::move_rows`` (``row_moves.message``)."""
@@ -173,11 +179,10 @@ def crossings(
     those of uneven exchanges. ``among``: nodes to read; None: all."""
     out: list[str] = []
     for node in graph.nodes if among is None else among:
-        name = str(node.target)
         if node.target is _torch.inductor.invoke_subgraph():
             body: Any = getattr(graph.owning_module, str(node.args[1]))
             out += crossings(body.graph, even=even)
-        if node.target is WAIT or not ("c10d" in name or is_collective(node)):
+        if not communicates(node):
             continue
         exchanges = node.target is c10d.all_to_all_single.default
         is_uneven = exchanges and len({*node.args[1], *node.args[2]}) > 1
@@ -186,7 +191,8 @@ def crossings(
             f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
             for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
-        out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
+        name = str(node.target).removeprefix("_c10d_functional.")
+        out.append(f"{name} of {', '.join(operands)}")
     return out
 
 
