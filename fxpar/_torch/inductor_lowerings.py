@@ -1,7 +1,7 @@
 """Tells Inductor how to generate code for ops that are fxpar's own.
 
 In: ops that torch.library knows. Out: rows in Inductor's table of lowerings, for ops
-that compute (``inductor_lowering``), collectives with their waits, sums that may be
+that compute (``inductor_lowering``), collectives, sums that may be
 written over, calls of torch's own ops, and a rank's part of a value. Never: generates
 code itself.
 """
@@ -26,18 +26,13 @@ def inductor_lowering() -> tuple[Any, Any, Any]:
     return register_lowering, Pointwise, ops
 
 
-def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
-    """Let Inductor treat an op that starts a collective, and the op on its result that
-    ends it, like those of its own: between them it neither frees, reuses nor writes the
-    operand's buffer, and nothing reads the result."""
+def lower_collective(launch: OpOverload) -> None:
+    """Let Inductor treat an op that starts a collective like those of its own: until
+    the wait it neither frees, reuses nor writes the operand's buffer, and nothing reads
+    the result."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
-
-    class Wait(ir._WaitKernel):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.set_cpp_kernel_name()  # its own, not that of torch's wait
 
     @register_lowering(launch, type_promotion_kind=None)
     def lower_launch(x: Any, *args: Any) -> Any:
@@ -46,10 +41,6 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
         x = ir.ExternKernel.require_contiguous(x)
         collective: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
         return ir.TensorBox.create(collective)
-
-    @register_lowering(wait, type_promotion_kind=None)
-    def lower_wait(result: Any) -> None:
-        Wait.create_wait(wait, result)
 
 
 def lower_over_first(op: OpOverload, over: OpOverload, runs: OpOverload) -> None:

@@ -176,7 +176,6 @@ class Builder:
         self.graph, self.fake_mode, self._mesh = graph, fake_mode, mesh
         self._can_be_open = fake.can_have_symbols(fake_mode)
         self._origin: fx.Node | None = None
-        self._notes_from: fx.Node | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -184,15 +183,13 @@ class Builder:
         return self._mesh
 
     @contextmanager
-    def at(self, origin: fx.Node, notes_from: fx.Node | None = None) -> Iterator[None]:
-        """Give nodes made inside the provenance of ``origin`` and fxpar's notes of
-        ``notes_from`` (default: ``origin`` too)."""
-        saved = self._origin, self._notes_from
-        self._origin, self._notes_from = origin, notes_from or origin
+    def at(self, origin: fx.Node) -> Iterator[None]:
+        """Give nodes made inside the provenance and fxpar's notes of ``origin``."""
+        saved, self._origin = self._origin, origin
         try:
             yield
         finally:
-            self._origin, self._notes_from = saved
+            self._origin = saved
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
@@ -213,12 +210,12 @@ class Builder:
 
     def stamp(self, node: fx.Node) -> None:
         """Give an added node the provenance and the notes that are active."""
-        if self._origin is None or self._notes_from is None:
+        if self._origin is None:
             return
-        meta, notes = self._origin.meta, self._notes_from.meta
+        meta = self._origin.meta
         node.meta.update({key: meta[key] for key in PROVENANCE if key in meta})
         if self._mesh is not None:
-            node.meta.update({key: notes[key] for key in OURS if key in notes})
+            node.meta.update({key: meta[key] for key in OURS if key in meta})
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
     def replace(self, node: fx.Node, replacement: fx.Node) -> None:

@@ -289,16 +289,3 @@ def emit(
         cut = Cut(tuple(shape), before, after)
         x, before = step(build, target, x, *args, cut=cut), after
     return x
-
-
-def chains(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Return the steps among ``nodes`` as chains, in which each step but the last is
-    read by the next one only."""
-    out: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        if not is_step(node):
-            continue
-        source: Any = node.args[0]
-        only_reader = len(source.users) == 1
-        out[node] = [*(out.pop(source, []) if only_reader else []), node]
-    return list(out.values())

@@ -260,9 +260,8 @@ torch.library.register_autograd(
 )
 
 
-# An all-gather on CPU in two ops, for ``order_collectives.give_outputs``: the second
-# waits for the first. Inductor needs lowerings of both, so that readers get the buffer
-# that the first writes to, not another copy of its value.
+# An all-gather on CPU, for ``order_collectives.give_outputs``; waited for like those of
+# torch.
 def _gathered(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     return x.new_empty([count * (x.shape[0] if x.dim() else 1), *x.shape[1:]])
 
@@ -272,16 +271,18 @@ def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
     return c10d.all_gather_into_tensor_out(x.contiguous(), count, group, out=out)
 
 
-def _wait(out: torch.Tensor) -> None:
-    c10d.wait_tensor(out)
-
-
 define_op(
     "fxpar::all_gather_into_tensor(Tensor x, int count, str group) -> Tensor",
     _gathered,
     _gather,
 )
-define_op("fxpar::wait_gather(Tensor(a!) out) -> ()", lambda out: None, _wait)
+
+
+def all_gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    """Start an all-gather by the op that ``give_outputs`` chooses; it is waited for by
+    ``wait_tensor``."""
+    on_cpu = x.is_cpu and not x.is_complex()
+    return (torch.ops.fxpar if on_cpu else c10d).all_gather_into_tensor(x, count, group)
 
 
 @functools.cache
@@ -291,9 +292,7 @@ def register_lowerings() -> None:
     aten, ours, rules = torch.ops.aten, torch.ops.fxpar, _torch.inductor_lowerings
     rules.lower_as_call(ours.join.default, aten.cat.default)
     rules.lower_as_copy(ours.kept.default)
-    rules.lower_collective(
-        ours.all_gather_into_tensor.default, ours.wait_gather.default
-    )
+    rules.lower_collective(ours.all_gather_into_tensor.default)
 
 
 # A gather with the matmuls that read it, and a matmul with the reduce-scatter of its
@@ -307,7 +306,7 @@ def _gather_matmul(
         whole, products = fused(x, ws, dim, group)
         return [y.contiguous() for y in (whole, *products)]
     rows = x.movedim(dim, 0).contiguous()
-    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, count, group))
+    whole = c10d.wait_tensor(all_gather(rows, count, group))
     whole = whole.movedim(0, dim).contiguous()
     return [whole, *(whole @ w for w in ws)]
 

@@ -30,7 +30,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, Size
-from fxpar.graph.collective_nodes import OWN_SHAPE, Axes, Cut, local_shape
+from fxpar.graph.collective_nodes import OWN_SHAPE, Axes, Cut, is_step, local_shape
 from fxpar.graph.custom_ops import group_name
 from fxpar.passes import moved_rows
 from fxpar.passes.simulate import emulate_collectives
@@ -337,26 +337,19 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """Lower all steps of a graph, in place. The result of a chain's last step is
-    contiguous, so that every view the one-device graph takes of it is legal."""
+    """Lower all steps of a graph, in place. A result that anything but one step reads
+    is contiguous, so that every view the one-device graph takes of it is legal."""
     build, uneven = Builder(graph, fake_mode, mesh), False
-    for chain in collective_nodes.chains(graph.nodes):
-        last, value = chain[-1], chain[0].args[0]
-        for node in chain:
-            # Each in its own place: a node between two steps keeps its place.
-            with graph.inserting_before(node), build.at(last, notes_from=node):
-                lowering = LOWERINGS[collective_nodes.kind_of(node)]
-                cut = collective_nodes.cut_of(node)
-                lower = lowering.lower
-                if cut is not None:
-                    lower = partial(lower_uneven, lower, node, cut)
-                value = lower(build, value, *node.args[1:])
-        with graph.inserting_before(last), build.at(last):
-            value = build.contiguous(value)
-        last.replace_all_uses_with(value)
-        uneven = uneven or any(map(collective_nodes.cut_of, chain))
-        for node in reversed(chain):
-            graph.erase_node(node)
+    for node in filter(is_step, list(graph.nodes)):
+        lower = LOWERINGS[collective_nodes.kind_of(node)].lower
+        cut = collective_nodes.cut_of(node)
+        if cut is not None:
+            lower, uneven = partial(lower_uneven, lower, node, cut), True
+        with build.before(node):
+            value = lower(build, *node.args)
+            if len(node.users) != 1 or not is_step(next(iter(node.users))):
+                value = build.contiguous(value)
+        build.replace(node, value)
     if uneven:
         graph.eliminate_dead_code()  # of sizes that nothing needs
     graph.lint()

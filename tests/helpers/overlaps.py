@@ -11,13 +11,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.runtime.steps.binding import bind
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 aten, c10d, ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.fxpar
-
-WAITS = {WAIT, ours.wait_gather.default}
 
 STARTS = {
     c10d.all_reduce.default,

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from fxpar.graph.builder import Builder
 from fxpar.passes.order.bucket_collectives import Joinable, join_buckets
-from fxpar.passes.order.delay_work import WAIT
+from fxpar.passes.simulate.launches import WAIT
 from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.mesh import Mesh

@@ -20,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import _torch
 from fxpar.fusion.kernels.fuse_regions import fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
-from fxpar.passes.order.delay_work import WAIT, sink_waits
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.order.order_collectives import Settings, schedule
+from fxpar.passes.simulate.launches import WAIT
 from tests.helpers.overlaps import CHUNKS, RINGS, bound
 from tests.helpers.pairs import diagonal
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches

@@ -15,8 +15,9 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.delay_work import WAIT, delay
+from fxpar.passes.order.delay_work import delay
 from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.launches import WAIT
 from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

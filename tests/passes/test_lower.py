@@ -221,7 +221,7 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     from fxpar.passes.simulate.launches import EXACT
     from fxpar.passes.simulate.launches import KINDS as LAUNCHED
     from fxpar.passes.simulate.lockstep import COLLECTIVES
-    from fxpar.runtime.calibrate.measure import RUN
+    from fxpar.runtime.calibrate.measure import START
     from fxpar.sharding.cost import collectives
     from fxpar.sharding.reshard.steps import KINDS
 
@@ -231,7 +231,7 @@ def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     assert {NODES[kind] for kind in messages} == MESSAGES
     assert {NODES[kind] for kind in communicating | messages | moves} == COLLECTIVE
     assert set(LAUNCHED.values()) == communicating | moves
-    assert set(collectives.KINDS) == communicating == set(RUN)
+    assert set(collectives.KINDS) == communicating == set(START)
     assert LAUNCHED.keys() == COLLECTIVES.keys() | EXACT
     for kind, lowering in LOWERINGS.items():
         talks = kind in communicating | messages | moves

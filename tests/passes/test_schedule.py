@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.forward_backward import (
     Orders,
     PhasedGraph,
@@ -33,6 +32,7 @@ from fxpar.passes.order.order_collectives import (
     prefetch,
     schedule,
 )
+from fxpar.passes.simulate.launches import WAIT
 from tests.helpers.sketch import (
     COUNT,
     DP,
@@ -671,7 +671,7 @@ def test_gathers_on_cpu_are_given_their_output(
     x = sketch.input(2, 4, dtype=dtype)
     sketch.output(sketch.gather(x), sketch.gather(sketch.call(aten.clone, x), TP))
     want = sketch.run()
-    give_outputs(sketch.graph, sketch.rewriter)
+    give_outputs(sketch.graph)
     sketch.graph.lint()
     assert not sketch.graph.find_nodes(op="call_function", target=GATHER.default)
     made = sketch.graph.find_nodes(op="call_function", target=INTO.default)
@@ -679,7 +679,7 @@ def test_gathers_on_cpu_are_given_their_output(
     for node in made:
         assert node.meta["val"].dtype is dtype
         first = min(node.users)
-        assert first.target is torch.ops.fxpar.wait_gather.default
+        assert first.target is WAIT
         assert first.args == (node,)
     check_equal(sketch.run(), want)
 
@@ -691,7 +691,7 @@ def test_gathers_elsewhere_and_of_complex_numbers_stay(sketch: Sketch) -> None:
         far.meta["val"] = torch.empty(4, device="meta")
     sketch.output(sketch.gather(z), sketch.gather(far))
     before = sketch.order()
-    give_outputs(sketch.graph, sketch.rewriter)
+    give_outputs(sketch.graph)
     assert sketch.order() == before
 
 
@@ -716,8 +716,7 @@ def seen(sketch: Sketch) -> dict[str, bool]:
     nodes = list(sketch.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     gathers = [n for n in nodes if n.target in (GATHER.default, INTO.default)]
-    ends = (WAIT, torch.ops.fxpar.wait_gather.default)
-    waits = {n.args[0]: place[n] for n in nodes if n.target in ends}
+    waits = {n.args[0]: place[n] for n in nodes if n.target is WAIT}
     (early,) = sketch.graph.find_nodes(op="call_function", target=REDUCE.default)
     products = sketch.graph.find_nodes(op="call_function", target=aten.mm.default)
     return {

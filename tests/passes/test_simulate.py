@@ -602,11 +602,10 @@ def test_a_permute_is_waited_for_where_it_is_read():
     assert out.events[2].of == "permute_default"
 
 
-def test_gathers_in_two_ops_and_coalesced_ones_are_waited_for():
+def test_gathers_on_cpu_and_coalesced_ones_are_waited_for():
     s = Sketch()
     x, y = s.input(4, 8), s.input(2, 2)
-    made = s(ours.all_gather_into_tensor, x, 2, "fxpar:dp")
-    s(ours.wait_gather, made)
+    made = s.wait(s(ours.all_gather_into_tensor, x, 2, "fxpar:dp"))
     pair = s(c10d.all_reduce_coalesced, [x, y], "sum", "fxpar:tp")
     parts = []
     for i in range(2):
@@ -777,8 +776,8 @@ def test_a_forward_is_copied_once():
 def test_what_is_computed_again_is_named_so():
     names = {node.name for node in as_run(joint(tag=True)).nodes}
     again = {name for name in names if name.endswith("_again")}
-    gather = "all_gather_into_tensor_default_1"
-    assert again == {f"{gather}_again", "wait_gather_default_again"}
+    gather = "all_gather_into_tensor_default"
+    assert again == {f"{gather}_again", "wait_tensor_default_again"}
     assert {gather, "mm_default", "mm_default_1", "mm_default_2"} <= names
 
 
@@ -812,7 +811,7 @@ def test_what_is_kept_for_the_backward_weighs_least():
     kept = {n.target for n in graph.nodes if n not in late and late & set(n.users)}
     placeholders = {n.target for n in graph.nodes if n.op == "placeholder"}
     # Of y = relu(2 h) the backward reads a mask of a byte an element.
-    gathered = ours.all_gather_into_tensor.default
+    gathered = c10d.wait_tensor.default
     assert kept - placeholders == {aten.gt.Scalar, gathered}
 
 

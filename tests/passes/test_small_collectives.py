@@ -17,10 +17,9 @@ from torch import fx, nn
 import fxpar
 from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import LARGEST
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import start_first, wait_last
-from fxpar.passes.simulate.launches import KINDS
+from fxpar.passes.simulate.launches import KINDS, WAIT
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.program import PHASE
 from tests.helpers.sketch import REDUCE, Sketch, check_equal

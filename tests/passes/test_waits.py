@@ -6,8 +6,9 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order.delay_work import WAIT, sink_waits
+from fxpar.passes.order.delay_work import sink_waits
 from fxpar.passes.order.order_collectives import drop_unread
+from fxpar.passes.simulate.launches import WAIT
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -134,30 +134,11 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
 
     from fxpar import _torch
 
-    me, seen = dist.get_rank(), []
-    out = torch.ops._c10d_functional.wait_tensor
-
-    def record(x: torch.Tensor) -> torch.Tensor:
-        seen.append(out(x))
-        return seen[-1]
-
+    me = dist.get_rank()
     x = torch.tensor([1.0, 2.0]) * (me + 1)
-    calibrate._C10D = _Recording(record)
-    try:
-        calibrate.RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
-    finally:
-        calibrate._C10D = torch.ops._c10d_functional
-    return x.tolist(), seen[0].tolist()
-
-
-class _Recording:
-    """``_c10d_functional``, the results of its waits kept."""
-
-    def __init__(self, wait_tensor) -> None:
-        self.wait_tensor = wait_tensor
-
-    def __getattr__(self, name: str):
-        return getattr(torch.ops._c10d_functional, name)
+    group = _torch.distributed.default_group().group_name
+    out = calibrate.START[kind](x, 2, group, me)
+    return x.tolist(), torch.ops._c10d_functional.wait_tensor(out).tolist()
 
 
 @pytest.mark.multiprocess
@@ -165,6 +146,7 @@ class _Recording:
     ("kind", "results"),
     [
         ("all_reduce", [[3.0, 6.0], [3.0, 6.0]]),
+        ("all_gather", [[1.0, 2.0, 2.0, 4.0]] * 2),
         ("reduce_scatter", [[3.0], [6.0]]),
         ("all_to_all", [[1.0, 2.0], [2.0, 4.0]]),
         ("permute", [[2.0, 4.0], [1.0, 2.0]]),

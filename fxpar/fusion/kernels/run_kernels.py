@@ -43,7 +43,7 @@ from fxpar.fusion.kernels.region_program import (
     replaced,
     stages_of,
 )
-from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph.custom_ops import all_gather
 from fxpar.passes.normalize import random as _random  # noqa: F401
 from fxpar.sharding.op_facts import op_facts_of
 
@@ -142,18 +142,11 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     return x
 
 
-def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
-    on_cpu = x.device.type == "cpu" and not x.is_complex()
-    ops = torch.ops.fxpar if on_cpu else torch.ops._c10d_functional
-    return ops.all_gather_into_tensor(x, count, group)
-
-
-# Ops that do not run by their own kernels: a gather on CPU runs as
-# ``give_outputs`` makes it.
+# Ops that do not run by their own kernels.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
-    "_c10d_functional.all_gather_into_tensor.default": _gather,
+    "_c10d_functional.all_gather_into_tensor.default": all_gather,
 }
 
 

@@ -27,8 +27,9 @@ from torch import fx
 
 from fxpar.graph.builder import Builder, custom_of, put_after_reads, region_of
 from fxpar.layers import numbered, rows_of_layers
-from fxpar.passes.order.delay_work import WAIT, from_inputs, hoist, is_cheap, is_chunk
+from fxpar.passes.order.delay_work import from_inputs, hoist, is_cheap, is_chunk
 from fxpar.passes.order.outline_layers import LEAST_CALLS
+from fxpar.passes.simulate.launches import WAIT
 from fxpar.sharding.cost.op import is_light, nbytes_of
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import descendants, phase_of

@@ -15,8 +15,8 @@ from torch import fx
 
 from fxpar._torch.objects import argument
 from fxpar.graph.custom_ops import register_lowerings
-from fxpar.passes.order.delay_work import WAIT
 from fxpar.passes.order.outline_layers import INVOKE
+from fxpar.passes.simulate.launches import WAIT
 from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
 from fxpar.sharding.op_facts import op_facts_of
 

@@ -36,12 +36,11 @@ from fxpar import _torch
 from fxpar._torch.objects import calls_where
 from fxpar.graph.builder import region_of
 from fxpar.graph.size_nodes import is_arithmetic
-from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS, is_collective
+from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAIT, is_collective
 from fxpar.sharding.cost.op import bytes_of, is_contraction, is_light, is_view, viewed
 from fxpar.sharding.op_facts import op_facts_of
 from fxpar.sharding.program import ancestors
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SEND = torch.ops._c10d_functional.isend.default
 
 
@@ -101,14 +100,14 @@ def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_write(target: Any) -> bool:
-    """Return whether an op writes to its operands, and is no wait."""
-    return op_facts_of(target).mutates and target not in WAITS
+    """Return whether an op writes to its operands."""
+    return op_facts_of(target).mutates
 
 
 def _reads(node: fx.Node) -> set[fx.Node]:
     """Return the nodes whose memory an op reads; for a wait, also its collective's."""
     read = set(node.all_input_nodes)
-    if node.target in WAITS:
+    if node.target is WAIT:
         read.update(*(n.all_input_nodes for n in node.all_input_nodes))
     return {viewed(n) for n in read}
 
@@ -221,7 +220,7 @@ def delay(graph: fx.Graph) -> None:
     borders = set(calls_where(graph, _is_border))
     delayed: set[fx.Node] = set()
     # ``prefetch`` overlaps these.
-    input_derived = from_inputs(graph, through={*KINDS, *WAITS})
+    input_derived = from_inputs(graph, through={*KINDS, WAIT})
     begin = 0  # after the last wait or write
     waited_at: set[int] = set()  # where results without a wait are first read
     for at, node in enumerate(nodes):
@@ -232,7 +231,7 @@ def delay(graph: fx.Graph) -> None:
         if node not in waits_of:
             continue
         end = min(map(place.__getitem__, waits_of[node]))
-        if end > at and nodes[end].target not in WAITS:
+        if end > at and nodes[end].target is not WAIT:
             waited_at.add(end)
         can_overlap = end <= at or work[end] > work[at + 1] or node in input_derived
         if (
@@ -258,14 +257,14 @@ def _is_work(target: Any) -> bool:
 
 def _is_border(target: Any) -> bool:
     """Return whether an op waits or writes, so that no node is moved across it."""
-    return target in WAITS or is_write(target)
+    return target is WAIT or is_write(target)
 
 
 def _all_waits_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the waits of each collective, or its readers if it has no wait because it
     is not lowered yet."""
     waits_of: dict[fx.Node, list[fx.Node]] = {}
-    for wait in calls_where(graph, WAITS.__contains__):
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
         waits_of.setdefault(wait.args[0], []).append(wait)
     for node in calls_where(graph, KINDS.__contains__):
         if node.users and node not in waits_of and is_collective(node):

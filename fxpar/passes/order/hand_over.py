@@ -25,7 +25,7 @@ from fxpar.graph import custom_ops
 
 aten = torch.ops.aten
 
-_WAIT, _KEPT = torch.ops.fxpar.wait_gather.default, torch.ops.fxpar.kept.default
+_KEPT = torch.ops.fxpar.kept.default
 
 # Bytes that are handed over at once: at first few, so that the reduction begins early;
 # then so many that a call pays, but few enough to be in a cache when they are copied.
@@ -94,31 +94,21 @@ def hand_over(graph: fx.Graph, inputs: Mapping[int, int]) -> None:
     for i, result in enumerate(results):
         if isinstance(result, fx.Node) and _is_computed_here(result):
             input_of[result] = inputs.get(i)
-    gradient_at = {
-        _ready_at(x): x for x, position in input_of.items() if position is not None
-    }
-    holders = {gradient: _holders(gradient) for gradient in gradient_at.values()}
+    gradients = [node for node in graph.nodes if input_of.get(node) is not None]
+    holders = {gradient: _holders(gradient) for gradient in gradients}
     chunk: list[fx.Node] = []
     size, limit = 0, FIRST
-    places = [node for node in graph.nodes if node in gradient_at]
-    for node in places:
-        chunk.append(gradient_at[node])
-        size += gradient_at[node].meta["val"].nbytes
-        if size < limit and node is not places[-1]:
+    for gradient in gradients:
+        chunk.append(gradient)
+        size += gradient.meta["val"].nbytes
+        if size < limit and gradient is not gradients[-1]:
             continue
-        with graph.inserting_after(node):
+        with graph.inserting_after(gradient):
             positions = [input_of[gradient] for gradient in chunk]
             args = list(chunk), positions, [holders[gradient] for gradient in chunk]
             call = graph.call_function(torch.ops.fxpar.hand_over.default, args)
             call.meta["val"] = None
         chunk, size, limit = [], 0, CHUNK
-
-
-def _ready_at(gradient: fx.Node) -> fx.Node:
-    """Return the node after which a gradient has its values: for a gather with a wait
-    in place, the wait."""
-    waits = (x for x in gradient.users if x.target is _WAIT)
-    return next(waits, gradient)
 
 
 def _holders(gradient: fx.Node) -> int:

@@ -46,7 +46,6 @@ from fxpar.passes.order.bucket_collectives import (
     join_buckets,
 )
 from fxpar.passes.order.delay_work import (
-    WAIT,
     delay,
     derived_from,
     from_inputs,
@@ -59,7 +58,7 @@ from fxpar.passes.order.delay_work import (
     sink,
     sink_waits,
 )
-from fxpar.passes.simulate.launches import KINDS
+from fxpar.passes.simulate.launches import KINDS, WAIT
 from fxpar.sharding.cost.collectives import FULL
 from fxpar.sharding.cost.op import bytes_of, is_contraction, viewed
 from fxpar.sharding.cost.recompute import computed_again, with_operands
@@ -250,7 +249,7 @@ def drain(graph: fx.Graph) -> None:
                 node.prepend(wait)
 
 
-def give_outputs(graph: fx.Graph, build: Builder) -> None:
+def give_outputs(graph: fx.Graph) -> None:
     """Replace all-gathers on CPU by an op of our own, which is given its output tensor.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they
@@ -260,22 +259,11 @@ def give_outputs(graph: fx.Graph, build: Builder) -> None:
     its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) does not
     order readers after ``all_gather_into_tensor_out``.
     """
-    ours = torch.ops.fxpar
     for node in graph.find_nodes(op="call_function", target=_GATHER):
         value = node.meta["val"]
-        if value.device.type != "cpu" or value.is_complex():
-            continue
-        register_lowerings()
-        with graph.inserting_before(node):
-            target = ours.all_gather_into_tensor.default
-            gather = graph.call_function(target, node.args)
-            gather.meta = dict(node.meta)
-        for wait in list(node.users):
-            with graph.inserting_before(wait):
-                waited = graph.call_function(ours.wait_gather.default, (gather,))
-                waited.meta["val"] = None
-            build.replace(wait, gather)
-        graph.erase_node(node)
+        if value.device.type == "cpu" and not value.is_complex():
+            register_lowerings()
+            node.target = ours.all_gather_into_tensor.default
 
 
 def recompute_in_step(graph: fx.Graph) -> None:
@@ -474,7 +462,7 @@ ORDER = (
     Pass("drain", lambda graph, _: drain(graph)),
 )
 LAST = (
-    Pass("give_outputs", of_build(give_outputs), optional=False),
+    Pass("give_outputs", lambda graph, _: give_outputs(graph), optional=False),
     Pass("delay", lambda graph, _: delay(graph), stage="scheduled"),
 )
 

@@ -41,8 +41,9 @@ from fxpar.layers import (
     rows_of_layers,
     with_reads,
 )
-from fxpar.passes.order.delay_work import WAIT, is_chunk
+from fxpar.passes.order.delay_work import is_chunk
 from fxpar.passes.order.hand_over import CHUNK
+from fxpar.passes.simulate.launches import WAIT
 from fxpar.sharding.cost.op import bytes_of, is_view
 from fxpar.sharding.op_facts import is_drawn_from_generator, op_facts_of
 

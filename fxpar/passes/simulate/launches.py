@@ -56,7 +56,7 @@ PRODUCTS = {
     ours.gather_matmul.default: "all_gather",
     ours.matmul_scatter.default: "reduce_scatter",
 }
-WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
+WAIT = c10d.wait_tensor.default
 
 
 def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
@@ -93,6 +93,12 @@ def is_collective(node: fx.Node) -> bool:
     return node.target in KINDS and not (moves and not message_of(node)[1])
 
 
+def communicates(node: fx.Node) -> bool:
+    """Return whether a node is a collective, of any graph, or a message of torch's."""
+    is_started = "c10d" in str(node.target) or is_collective(node)
+    return is_started and node.target is not WAIT
+
+
 def message_of(node: fx.Node) -> tuple[str, float]:
     """Return (kind, bytes before) of the collective that exchanges the rows of a
     ``fxpar::move_rows`` (``row_moves.message``)."""
@@ -107,7 +113,7 @@ def message_of(node: fx.Node) -> tuple[str, float]:
 def _role_of(target: Any) -> str:
     """Return what a target does in addition to computing: "waits", "sends", "unknown"
     for other functional collectives, or ""."""
-    if target in WAITS:
+    if target is WAIT:
         return "waits"
     if target in KINDS:
         return "sends"
@@ -175,11 +181,10 @@ def crossings(
     those of uneven exchanges. ``among``: nodes to read; None: all."""
     out: list[str] = []
     for node in graph.nodes if among is None else among:
-        name = str(node.target)
         if node.target is _torch.inductor.invoke_subgraph():
             body: Any = getattr(graph.owning_module, str(node.args[1]))
             out += crossings(body.graph, even=even)
-        if node.target in WAITS or not ("c10d" in name or is_collective(node)):
+        if not communicates(node):
             continue
         exchanges = node.target is c10d.all_to_all_single.default
         is_uneven = exchanges and len({*node.args[1], *node.args[2]}) > 1
@@ -188,8 +193,8 @@ def crossings(
             f"{value.dtype}{_sizes(value) if with_sizes else ''}".removeprefix("torch.")
             for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
-        line = f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}"
-        origin = node.meta.get("fxpar_origin")
+        name = str(node.target).removeprefix("_c10d_functional.")
+        line, origin = f"{name} of {', '.join(operands)}", node.meta.get("fxpar_origin")
         out.append(f"{line} for {origin}" if origin else line)
     return out
 

@@ -183,8 +183,6 @@ def _run_steps(
             env[node] = [rank_ints.place(node.target, node.args, r) for r in ranks]
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
-        elif node.target is torch.ops.fxpar.wait_gather.default:
-            env[node] = [None] * count
         elif node.target in _SENDS:
             env[node] = post.send(node, env, ends_of(node, mesh, ranks))
         elif node.target in _RECEIVES:

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from fxpar import _torch, cache_files
 from fxpar.config import Options
 from fxpar.errors import DeviceError, MeshError
-from fxpar.graph import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.graph import custom_ops
 from fxpar.runtime.calibrate import probe_device
 from fxpar.runtime.calibrate.probe_device import Point, Probe, fit, fit_collective
 from fxpar.runtime.ranks import groups, meeting, presence, worlds
@@ -454,48 +454,38 @@ def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]
     ranks = probe.ranks
     count, group = ranks.mesh.count(axes), ranks.group(axes)
     me = ranks.mesh.index(ranks.rank, ranks.mesh.ordered(axes))
+
+    def run(x: torch.Tensor) -> None:
+        _C10D.wait_tensor(START[kind](x, count, group, me))
+
     for size in probe.suite.sizes:
         nbytes = size // count if kind == "all_gather" else size
         n = max(1, nbytes // 4 // count) * count
         x = torch.zeros(n, device=probe.device)
-        seconds = probe.median(partial(RUN[kind], x, count, group, me))
+        seconds = probe.median(partial(run, x))
         if seconds is None:
             return
         yield count, float(x.nbytes), seconds
 
 
-def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
-    if x.device.type == "cpu":  # as give_outputs
-        gathered = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
-        torch.ops.fxpar.wait_gather(gathered)
-    else:
-        _C10D.wait_tensor(_C10D.all_gather_into_tensor(x, count, group))
-
-
-def _all_reduce(x: torch.Tensor, count: int, group: str, me: int) -> None:
-    _C10D.wait_tensor(_C10D.all_reduce(x, "sum", group))
-
-
-def _reduce_scatter(x: torch.Tensor, count: int, group: str, me: int) -> None:
-    _C10D.wait_tensor(_C10D.reduce_scatter_tensor(x, "sum", count, group))
-
-
-def _all_to_all(x: torch.Tensor, count: int, group: str, me: int) -> None:
+def _all_to_all(x: torch.Tensor, count: int, group: str, me: int) -> torch.Tensor:
     splits = [x.numel() // count] * count
-    _C10D.wait_tensor(_C10D.all_to_all_single(x, splits, splits, group))
+    return _C10D.all_to_all_single(x, splits, splits, group)
 
 
-def _permute(x: torch.Tensor, count: int, group: str, me: int) -> None:
+def _permute(x: torch.Tensor, count: int, group: str, me: int) -> torch.Tensor:
     receive, send = [0] * count, [0] * count
     receive[me - 1] = send[(me + 1) % count] = x.numel()
-    _C10D.wait_tensor(_C10D.all_to_all_single(x, receive, send, group))
+    return _C10D.all_to_all_single(x, receive, send, group)
 
 
-# How each collective of ``reshard.steps`` is run, along one group.
-RUN: dict[str, Callable[[torch.Tensor, int, str, int], None]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+# How each collective of ``reshard.steps`` is started, along one group.
+START: dict[str, Callable[[torch.Tensor, int, str, int], torch.Tensor]] = {
+    "all_reduce": lambda x, count, group, me: _C10D.all_reduce(x, "sum", group),
+    "all_gather": lambda x, count, group, me: custom_ops.all_gather(x, count, group),
+    "reduce_scatter": lambda x, count, group, me: _C10D.reduce_scatter_tensor(
+        x, "sum", count, group
+    ),
     "all_to_all": _all_to_all,
     "permute": _permute,
 }

@@ -39,7 +39,7 @@ from fxpar.passes import writes_as_results
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order import forward_backward
 from fxpar.passes.order.outline_layers import outline_layers
-from fxpar.passes.simulate.launches import EXACT, crossings
+from fxpar.passes.simulate.launches import communicates, crossings
 from fxpar.runtime.ranks import meeting, worlds
 from fxpar.runtime.ranks.groups import axes_of_group, bandwidth_of
 from fxpar.runtime.steps import binding
@@ -275,10 +275,6 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
 
 def _is_between_places(node: fx.Node, axes: Axes) -> bool:
     """Return whether a node is a collective whose group has ranks of several places."""
-    name = str(node.target)
-    is_ours = name.startswith("fxpar.all_gather") or node.target in EXACT
-    if "c10d" not in name and not is_ours:
-        return False
-    if "wait" in name:
+    if not communicates(node):
         return False
     return not set(axes).isdisjoint(axes_of_group(group_of_call(node)) or axes)
