@@ -9,7 +9,6 @@ several ranks write it. Never: a file deleted.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 
 from fxpar import _torch
 from fxpar.errors import OptionError
+from fxpar.units import digest
 
 log = logging.getLogger("fxpar")
 
@@ -67,8 +67,8 @@ def read_record(
     is damaged, of another form or key, or cannot be decoded."""
     try:
         data = json.loads(path.read_bytes())
-        digest = data.pop("digest")
-        is_intact = digest == _digest_of(json.dumps(data, sort_keys=True))
+        digest_kept = data.pop("digest")
+        is_intact = digest_kept == digest(json.dumps(data, sort_keys=True), 64)
         if is_intact and (data["format"], data["key"]) == (form, key):
             return decode(data)
     except FileNotFoundError:
@@ -84,11 +84,7 @@ def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
     kept."""
     text = json.dumps({**data, "format": form, "key": key}, sort_keys=True)
     with contextlib.suppress(OSError):
-        write_file(path, f'{text[:-1]}, "digest": "{_digest_of(text)}"}}')
-
-
-def _digest_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+        write_file(path, f'{text[:-1]}, "digest": "{digest(text, 64)}"}}')
 
 
 def write_file(path: Path, text: str) -> None:

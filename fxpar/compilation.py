@@ -375,7 +375,7 @@ class Compilation:
         if self.leader:
             self.leader.tell(self.decided())
         elif not self.is_plan_known:
-            meeting.agree(request.name, result.plan.hash, str(result.plan))
+            meeting.agree(request.name, str(result.plan), key=result.plan.hash)
             agree_on_numbers(f"numbers of {request.name}", result.local, gm)
         self._report(result.plan)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -613,8 +613,8 @@ def _agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
     Raises RankMismatchError if theirs differ, or if one fails or does not come.
     """
     text = "\n".join(launches or ())
-    digest = meeting.VOID if launches is None else meeting.digest_of(text)
-    return meeting.agree(tag, digest, text, what="the collectives they launch")
+    key = meeting.VOID if launches is None else ""
+    return meeting.agree(tag, text, key=key, what="the collectives they launch")
 
 
 def _request_of(job: CompileJob, name: str) -> Request:

@@ -1,10 +1,11 @@
-"""Formats seconds, bytes and source lines as text that a person reads.
+"""Formats seconds, bytes and source lines as text that a person reads; digests text.
 
-In: numbers and lines. Out: text. Never: knows what they measure.
+In: numbers, lines, text. Out: text. Never: knows what they measure.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -49,3 +50,8 @@ def short_place(line: str) -> str:
 def _unit(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """Return the largest unit that a number reaches, else the smallest."""
     return next((unit for unit in units if number >= unit[0]), units[-1])
+
+
+def digest(text: str, digits: int = 16) -> str:
+    """Return the first hexadecimal digits of a text's SHA-256, of 64."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ import torch
 
 from fxpar._fast.python_memory import collect_young
 from fxpar._fast.switch import shortcut
+from fxpar.units import digest
 
 # The size of a library in characters of kernels: small enough that several are compiled
 # at once where there are cores.
@@ -224,9 +224,7 @@ def _machine() -> str:
     from torch._inductor.cpu_vec_isa import x86_isa_checker
 
     facts = platform.node(), platform.machine(), sorted(x86_isa_checker())
-    return sha256(
-        repr((*facts, torch.__version__, torch.__file__)).encode()
-    ).hexdigest()[:16]
+    return digest(repr((*facts, torch.__version__, torch.__file__)))
 
 
 def _can_share_file(source: str) -> bool:
@@ -327,7 +325,7 @@ def _library(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
     macro = "#define PY_SSIZE_T_CLEAN"  # comes before the headers
     text = "\n".join([macro, *map(str.strip, headers), *bound])
     # Exists once a process began to compile the library; it need not have ended well.
-    begun = Path(cache_dir(), "fxpar", f"{sha256(text.encode()).hexdigest()}.library")
+    begun = Path(cache_dir(), "fxpar", f"{digest(text, 64)}.library")
     is_begun = begun.exists()
     with contextlib.suppress(OSError):
         begun.parent.mkdir(parents=True, exist_ok=True)

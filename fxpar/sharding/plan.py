@@ -9,7 +9,6 @@ program, ``plan_facts.recall`` checks. Never: decides anything.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -26,7 +25,7 @@ from fxpar.sharding.mesh import Link, Mesh, axis_of
 from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import without_axes
-from fxpar.units import short_seconds
+from fxpar.units import digest, short_seconds
 
 FORMAT = 1
 
@@ -281,7 +280,7 @@ class Plan:
         """Return a stable digest of everything that decides which program the ranks
         run."""
         data = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(data.encode()).hexdigest()[:16]
+        return digest(data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan ready for JSON; without timings, reasons, modules and source

@@ -31,7 +31,7 @@ def caught(fn, *args, **kwargs) -> str:
 
 
 def test_one_process_agrees() -> None:
-    meeting.agree("graph", "digest", "text")
+    meeting.agree("graph", "text")
     assert meeting.gather("tag", "text") == ["text"]
     meeting.abort(ValueError("nobody hears this"))
 
@@ -42,11 +42,11 @@ def rounds() -> list[str]:
     said.append(meeting.gather("devices", f"of {me}"))
     text = "a\nb\nc" if me != 2 else "a\nx\nc"
     try:
-        meeting.agree("graph1", meeting.digest_of(text), text)
+        meeting.agree("graph1", text)
     except RankMismatchError as error:
         said.append(str(error))
         meeting.abort(error)  # which everyone was told already
-    said.append(caught(meeting.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
+    said.append(caught(meeting.agree, f"graph{3 if me == 1 else 2}", "plan"))
     said.append(caught(meeting.gather, "last", "in step again"))
     return said
 
@@ -64,9 +64,7 @@ def test_rounds() -> None:
 
 def other_errors() -> None:
     text = f"x {rank()}"
-    meeting.agree(
-        "inputs", text, text, what="inputs", fix="feed", error=InputMismatchError
-    )
+    meeting.agree("inputs", text, what="inputs", fix="feed", error=InputMismatchError)
 
 
 @pytest.mark.multiprocess

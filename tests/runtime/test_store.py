@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar import _torch, cache_files, choose_plan, pipeline
+from fxpar import _torch, choose_plan, pipeline, units
 from fxpar.errors import is_library
 from fxpar.explain.dump import graph_text
 from fxpar.runtime.caches import plan_store
@@ -222,7 +222,7 @@ def without_digest(text: str) -> str:
 def signed(data: dict[str, Any]) -> str:
     """A record with the digest of its other entries."""
     del data["digest"]
-    digest = cache_files._digest_of(json.dumps(data, sort_keys=True))
+    digest = units.digest(json.dumps(data, sort_keys=True), 64)
     return json.dumps(data | {"digest": digest})
 
 

@@ -61,6 +61,7 @@ from fxpar.sharding.propagate.at_rest import FEW, at_rest, is_worth_chunks
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.spec import Spec
+from fxpar.units import digest
 
 Key = TypeVar("Key")
 
@@ -307,9 +308,9 @@ def _agreed(
     models.
     """
     lines = [f"{key}\t{what}" for key, x in ours.items() for what in ("", *x.tensors)]
-    digest, tag = meeting.digest_of("\n".join(lines)), "layouts of parameters"
+    key, tag = digest("\n".join(lines)), "layouts of parameters"
     models = sorted({x.home.round for x in ours.values()})
-    message = {"digest": digest, "rests": own_texts, "models": models}
+    message = {"digest": key, "rests": own_texts, "models": models}
     messages = meeting.gather_data(tag, message)
     if not set.intersection(*({*message["models"]} for message in messages)):
         raise meeting.as_reported(
@@ -318,7 +319,7 @@ def _agreed(
                 fix="call models in one order on every rank",
             )
         )
-    if any(message["digest"] != digest for message in messages):
+    if any(message["digest"] != key for message in messages):
         every = [{*lines_} for lines_ in meeting.gather_data(tag, lines)]
         common = set.intersection(*every)
         keys = [{x for x in lines_ if x.endswith("\t")} for lines_ in every]
@@ -347,7 +348,7 @@ def _planned(
     then says why."""
     call = gm, job.named_inputs, examples, job.options, job.ranks
     text = known_programs.text_of(*call, [*ours])
-    key = meeting.digest_of(text or "")
+    key = digest(text or "", 64)
     path = cache_files.folder() / f"{key}.rests.json"
     record = text and cache_files.read_record(path, FORMAT, key, lambda x: x["rests"])
     if record:

@@ -23,7 +23,6 @@ it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import statistics
@@ -42,6 +41,7 @@ from fxpar.fusion.kernels.region_program import (
     stages_of,
 )
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
+from fxpar.units import digest
 
 DTYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 4, 8)
@@ -271,8 +271,7 @@ def tuned(
     """
     facts = [program.hash, meeting.ranks, sorted(where.items())]
     key = json.dumps([*facts, *_torch.version.versions()])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    record = cache_files.folder() / "tuned" / f"{digest}.json", FORMAT, key
+    record = cache_files.folder() / "tuned" / f"{digest(key)}.json", FORMAT, key
     own = cache_files.read_record(*record, lambda x: asdict(TunedWay(**x["way"])))
     recorded = json.loads(meeting.words_of_all(json.dumps(own))[0])
     if recorded and TunedWay(**recorded) in ways:

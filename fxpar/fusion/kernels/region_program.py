@@ -20,7 +20,6 @@ for one run as late as they can, together with their readers.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,6 +31,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.units import digest
 
 FORMAT = "fxpar region 1"
 
@@ -138,7 +138,7 @@ class RegionProgram:
     @cached_property
     def hash(self) -> str:
         """Return a digest of the content."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        return digest(self.text)
 
     def __hash__(self) -> int:
         # Programs are keys of caches asked at every call: once is enough.

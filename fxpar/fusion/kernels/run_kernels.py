@@ -15,7 +15,6 @@ alone, so that it never differs between ranks. Never changes any other input.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import linecache
 import operator
 import os
@@ -46,6 +45,7 @@ from fxpar.fusion.kernels.region_program import (
 from fxpar.graph.custom_ops import all_gather
 from fxpar.passes.normalize import random as _random  # noqa: F401
 from fxpar.sharding.op_facts import op_facts_of
+from fxpar.units import digest
 
 
 def interpret(
@@ -391,8 +391,7 @@ def function_of(kernel: Kernel) -> Any:
 def module_of(name: str, text: str) -> Any:
     """Return a source text as a module. Its file is written and not read, since it may
     have changed: Triton finds the source of a function in ``linecache``."""
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = cache_files.folder() / "kernels" / f"{name}_{digest}.py"
+    path = cache_files.folder() / "kernels" / f"{name}_{digest(text)}.py"
     with contextlib.suppress(OSError):
         cache_files.write_file(path, text)
     module = ModuleType(f"fxpar_kernels.{path.stem}")

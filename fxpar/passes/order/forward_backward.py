@@ -42,7 +42,6 @@ from fxpar.passes.order.order_collectives import (
     gathers_started,
     schedule,
 )
-from fxpar.passes.simulate.launches import WAIT
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 

@@ -178,7 +178,8 @@ def crossings(
     is for: two of one size in another order would mix values. The lines must be equal
     on all ranks that run the graph together, whatever else they compute. Unless
     shards are ``even``, sizes are equal only within a group, and are left out; so are
-    those of uneven exchanges. ``among``: nodes to read; None: all."""
+    those of uneven exchanges. ``among``: nodes to read, of a graph whose like at other
+    places may have other ops, which are left out; None: all."""
     out: list[str] = []
     for node in graph.nodes if among is None else among:
         if node.target is _torch.inductor.invoke_subgraph():
@@ -194,7 +195,8 @@ def crossings(
             for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
         name = str(node.target).removeprefix("_c10d_functional.")
-        line, origin = f"{name} of {', '.join(operands)}", node.meta.get("fxpar_origin")
+        origin = node.meta.get("fxpar_origin") if among is None else None
+        line = f"{name} of {', '.join(operands)}"
         out.append(f"{line} for {origin}" if origin else line)
     return out
 

@@ -21,7 +21,6 @@ as for any other (``presence``). Never: code of another graph.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import uuid
@@ -63,6 +62,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine
 from fxpar.sharding.program import Input
 from fxpar.sharding.spec import Spec
+from fxpar.units import digest
 
 log = logging.getLogger("fxpar")
 
@@ -104,7 +104,7 @@ def look_up(text: str | None, tag: str, *, anew: bool = False) -> KnownProgram |
 
     Raises RankMismatchError if a rank does not come.
     """
-    key = text and hashlib.sha256(text.encode()).hexdigest()
+    key = text and digest(text, 64)
     message: dict[str, Any] = {"key": key}
     if key and meeting.is_leader():
         message["number"] = uuid.uuid4().hex
@@ -312,10 +312,10 @@ def compile_once(graph: fx.Graph, what: str, generate: Generate) -> Any:
         world = all_ranks()
         if _torch.inductor.is_cache_disabled() or not _is_text(graph):
             return generate(None)
-        text = _digest(graph)
+        text = digest("\n".join(plan_store.lines_of(graph)), 32)
         if world is None:
             return generate(text)
-        folder = hashlib.sha256(cache_files.folder_text().encode()).hexdigest()[:16]
+        folder = digest(cache_files.folder_text())
         key = f"{world.prefix}/compiled/{what}/{text}/{folder}"
         word = str(world.rank)
         with answering(world):
@@ -341,14 +341,6 @@ def _is_line(node: fx.Node) -> bool:
         body = named_body(node)
         return body is not None and _is_text(body.graph)
     return node.op in ("placeholder", "output")
-
-
-def _digest(graph: fx.Graph) -> str:
-    """Return a digest of the lines of a graph and its bodies."""
-    text = hashlib.sha256()
-    for line in plan_store.lines_of(graph):
-        text.update(line.encode() + b"\n")
-    return text.hexdigest()[:32]
 
 
 def _compile_for_others(

@@ -10,7 +10,6 @@ none; a file deleted.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +28,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.units import digest
 
 FORMAT = "fxpar plan on disk 2"
 
@@ -47,8 +47,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
     """
     mode = request.mode
     assert isinstance(mode, SearchOptions)
-    text = hashlib.sha256()
-    for line in (
+    lines = (
         FORMAT,
         torch.__version__,
         _torch.version.own_version(),
@@ -65,9 +64,8 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         *lines_of(graph),
         repr([value.shape for value in program.values]),
         *_rules(program),
-    ):
-        text.update(line.encode() + b"\n")
-    return text.hexdigest()
+    )
+    return digest("\n".join(lines), 64)
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:

@@ -10,7 +10,6 @@ found them. Never: a value of a tensor.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import re
 from collections import Counter
@@ -455,11 +454,6 @@ def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
         for start, name in starts
         if isinstance(start, torch.SymInt)
     }
-
-
-def digest(text: str) -> str:
-    """Return 16 hexadecimal digits of the hash of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _is_about_sizes(node: fx.Node) -> bool:

@@ -48,6 +48,7 @@ from fxpar.runtime.ranks import groups, meeting, presence, worlds
 from fxpar.sharding.cost import collectives, hardware_table
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, detect, scaled
 from fxpar.sharding.mesh import Link, Mesh
+from fxpar.units import digest
 
 
 def calibrate(
@@ -244,7 +245,7 @@ def _agreed() -> tuple[Hardware, ...]:
     if not all(places) or len(set(places)) < size:
         return ()
     key = json.dumps(_facts(size))
-    path = cache_files.folder() / f"{meeting.digest_of(key)}.hardware.json"
+    path = cache_files.folder() / f"{digest(key, 64)}.hardware.json"
     text: str | None = ""
     if meeting.is_leader():
         text = cache_files.read_record(path, FORMAT, key, _text_of)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError, warn
-from fxpar.runtime.caches.program_identity import BEGINS, content, digest, program_text
+from fxpar.runtime.caches.program_identity import BEGINS, content, program_text
 from fxpar.runtime.calibrate.measure import measure_first
 from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
@@ -58,6 +58,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, user_line
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
+from fxpar.units import digest
 
 Strides = tuple[int, ...]
 
@@ -336,7 +337,7 @@ class Calls:
             for shapes, numbers in zip(*fed, strict=True)
         ]
         self.fed.require_same(every)
-        meeting.agree("a call", digest(own), own, what="the call")
+        meeting.agree("a call", own, what="the call")
 
     def _refuse_others(self, sizes: Sizes) -> None:
         """Raise RankMismatchError, on all ranks, since they call different programs."""
@@ -345,7 +346,7 @@ class Calls:
         lines = [f"{name}: {shape}" for name, shape in shapes]
         text, what = "\n".join([*lines, self.text]), "the program they call"
         try:
-            meeting.agree("a call", self.identity, text, what=what, fix=ALONE)
+            meeting.agree("a call", text, key=self.identity, what=what, fix=ALONE)
         except RankMismatchError as error:
             if BEGINS in error.what:
                 clearer = RankMismatchError(error.what, fix=_OWN_MEMORY)

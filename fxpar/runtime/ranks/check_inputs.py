@@ -103,7 +103,6 @@ def check_same(fed: Sequence[Fed]) -> None:
     ]
     meeting.agree(
         "inputs",
-        meeting.digest_of("\n".join(lines)),
         "\n".join(lines),
         what="the names, shapes or dtypes of inputs",
         fix="give every rank tensors of one shape; for a last batch that is smaller on "
@@ -344,7 +343,7 @@ def agree_on_numbers(tag: str, graph: fx.Graph, root: torch.nn.Module) -> None:
     """
     text = numbers_text(graph, root)
     what = "numbers of Python in the program"
-    meeting.agree(tag, meeting.digest_of(text), text, what=what, fix=_FIX)
+    meeting.agree(tag, text, what=what, fix=_FIX)
 
 
 def numbers_text(graph: fx.Graph, root: torch.nn.Module) -> str:

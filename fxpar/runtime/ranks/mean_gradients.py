@@ -832,9 +832,8 @@ def _agree_on(
     ranks, give all ranks the values of rank 0, and the parameters places. Raises
     RankMismatchError."""
     text = "\n".join(lines)
-    digest = meeting.digest_of(text)
     what = f"the parameters that are trained, at {where}"
-    meeting.agree(f"parameters at {where}", digest, text, what=what, fix=_FIX)
+    meeting.agree(f"parameters at {where}", text, what=what, fix=_FIX)
     pairs = ((each.name, each.ref()) for each in parameters)
     fed: list[check_inputs.Fed]
     fed = [(name, "parameter", p) for name, p in pairs if p is not None]

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import json
 import mmap
 import os
@@ -55,6 +54,7 @@ from fxpar.runtime.ranks.presence import (
     watch_store,
 )
 from fxpar.runtime.ranks.worlds import World
+from fxpar.units import digest
 
 # Timeout of a message; ``_watch`` ends a wait earlier, by writing the key that it
 # waits for.
@@ -447,32 +447,32 @@ DIFF_LINES = 60
 
 SAME = "run the same code, versions and options on every rank, on the same shapes"
 
-# The digest of a rank that asks all ranks to begin again.
+# The key of a rank that asks all ranks to begin again.
 VOID = ""
 
 
 def agree(
     tag: str,
-    digest: str,
     text: str,
     *,
+    key: str = "",
     what: str = "the program",
     fix: str | None = None,
     error: type[FxparError] = RankMismatchError,
 ) -> bool:
-    """Return once all ranks gave the same tag and digest; False on all ranks if one
-    gave VOID.
+    """Return once all ranks gave the same tag and text; False on all ranks if the key
+    of one is VOID.
 
-    ``text`` has the ``digest``; where digests differ, the error shows how the text of
-    the first rank that differs differs from rank 0's.
+    ``key``: is compared in place of the text, if not its digest. Where keys differ, the
+    error shows how the text of the first rank that differs differs from rank 0's.
 
     Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
     come or has failed.
     """
-    digests = gather(tag, digest)
-    if VOID in digests:
+    keys = gather(tag, key or digest(text, 64))
+    if VOID in keys:
         return False
-    differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    differ = [rank for rank, other in enumerate(keys) if other != keys[0]]
     if not differ:
         return True
     world = current()
@@ -542,11 +542,6 @@ def is_known_to_all(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def digest_of(text: str) -> str:
-    """Return a digest for ``agree`` where the text has none of its own."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _difference(text: str, other: str, name: str, other_name: str) -> str:

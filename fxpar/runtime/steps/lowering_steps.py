@@ -49,6 +49,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.read_program import with_open_sizes
+from fxpar.units import digest
 
 
 def insert_reshards(graph: fx.Graph, state: JointState) -> fx.Graph:
@@ -259,7 +260,6 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     lines = [*state.at_rest, *crossings(graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
-    digest = meeting.digest_of("\n".join(lines))[:16]
     tensors = (x for n in launched for x in n.all_input_nodes)
     inputs = graph.find_nodes(op="placeholder")
     fed = (n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
@@ -268,7 +268,13 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     with graph.inserting_before(launched[0] if launched else next(calls)):
         call = graph.call_function(
             torch.ops.fxpar.compare_places.default,
-            (operand, digest, what, str(manual.mesh), "+".join(manual.axes)),
+            (
+                operand,
+                digest("\n".join(lines)),
+                what,
+                str(manual.mesh),
+                "+".join(manual.axes),
+            ),
         )
     call.meta["val"] = None
 
