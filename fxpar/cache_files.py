@@ -67,8 +67,8 @@ def read_record(
     is damaged, of another form or key, or cannot be decoded."""
     try:
         data = json.loads(path.read_bytes())
-        digest_kept = data.pop("digest")
-        is_intact = digest_kept == digest(json.dumps(data, sort_keys=True), 64)
+        digest_found = data.pop("digest")
+        is_intact = digest_found == digest(json.dumps(data, sort_keys=True), 64)
         if is_intact and (data["format"], data["key"]) == (form, key):
             return decode(data)
     except FileNotFoundError:

@@ -38,7 +38,7 @@ def test_one_process_agrees() -> None:
 
 def rounds() -> list[str]:
     me, said = rank(), []
-    said.append(caught(meeting.agree, "graph0", "same", "plan"))
+    said.append(caught(meeting.agree, "graph0", "plan"))
     said.append(meeting.gather("devices", f"of {me}"))
     text = "a\nb\nc" if me != 2 else "a\nx\nc"
     try:
