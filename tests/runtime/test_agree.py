@@ -75,7 +75,7 @@ def test_the_error_is_the_callers() -> None:
 
 
 def one_fails(who: int) -> tuple[str, float, str]:
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     begin = time.monotonic()
     if rank() == who:
         meeting.abort(UnknownOpError("no rule for op", fix="give it one"))
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_stops_the_others(who: int) -> None:
 
 
 def one_is_missing(who: int) -> tuple[str, str]:
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     if rank() == who:
         while not given_up():
             time.sleep(0.05)
@@ -123,7 +123,7 @@ def test_a_missing_rank_is_named() -> None:
 
 
 def one_works() -> list[str]:
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     if rank() == 0:
         with presence.works("compiles"):
             time.sleep(3.0)
@@ -158,7 +158,7 @@ def test_a_rank_that_works_is_waited_for() -> None:
 def lives() -> list[int]:
     channel = current()
     assert channel.meetings == 0
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     return [channel.meetings, int(current() is channel)]
 
 
