@@ -60,13 +60,13 @@ def test_a_rank_that_is_late_is_waited_for_and_named() -> None:
 def one_is_idle_inside_a_call() -> str:
     """What a rank says of a round whose other rank does not come."""
     presence.set_timeouts(1.0, 600.0)
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     try:
         with presence.in_call():
             if dist.get_rank() == 1:
                 while not given_up():
                     time.sleep(0.1)
-            meeting.agree("graph", "digest", "plan")
+            meeting.agree("graph", "plan")
     except RankMismatchError as error:
         return str(error)
     finally:
@@ -84,12 +84,12 @@ def test_ranks_inside_a_call_wait_less() -> None:
 
 def at_different_places(first: int) -> str:
     """One rank comes to a call, the other to an agreement."""
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     try:
         if dist.get_rank() == first:
             meeting.meet("the call", "word")
         else:
-            meeting.agree("graph", "digest", "plan")
+            meeting.agree("graph", "plan")
     except RankMismatchError as error:
         return str(error)
     return ""

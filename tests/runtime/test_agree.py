@@ -86,7 +86,7 @@ def one_fails(who: int) -> tuple[str, float, str]:
         except RankMismatchError as error:
             said = str(error)
             meeting.abort(error)  # as the backend does with any; must change nothing
-    return said, time.monotonic() - begin, caught(meeting.agree, "next", "", "")
+    return said, time.monotonic() - begin, caught(meeting.agree, "next", "")
 
 
 @pytest.mark.multiprocess
@@ -108,7 +108,7 @@ def one_is_missing(who: int) -> tuple[str, str]:
             time.sleep(0.05)
     said = caught(meeting.gather, "graph", "digest", 0.2)
     # The one that is late reads the verdict, and is in step again.
-    return said, caught(meeting.agree, "next", "", "")
+    return said, caught(meeting.agree, "next", "")
 
 
 @pytest.mark.multiprocess
@@ -132,13 +132,13 @@ def one_works() -> list[str]:
 
 def fails_twice() -> list[str]:
     """A failure of every rank that all were told of, then one of a rank's own."""
-    said = [caught(meeting.agree, "graph", str(rank()), "text")]
+    said = [caught(meeting.agree, "graph", "text", key=str(rank()))]
     if rank() == 1:
         meeting.abort(UnknownOpError("no rule for op"))
         said.append("")
     else:
-        said.append(caught(meeting.agree, "next", "", ""))
-    return [*said, caught(meeting.agree, "last", "", "")]
+        said.append(caught(meeting.agree, "next", ""))
+    return [*said, caught(meeting.agree, "last", "")]
 
 
 @pytest.mark.multiprocess

@@ -49,7 +49,7 @@ def in_turns(
 ) -> tuple[float, float, str | None]:
     """When the compiling of this rank began and ended, and what it was given.
     ``at_once``: it ends only after all ranks have begun."""
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
     times: list[float] = []
     given: list[str | None] = []
 
@@ -101,7 +101,7 @@ def disabled(_: str) -> tuple[float, float, str | None]:
 
 def one_fails(again: bool) -> tuple[str, str]:
     """What is said where the rank that comes first fails; of graphs after that."""
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
 
     def fails(_: str | None) -> None:
         time.sleep(0.3)
@@ -125,7 +125,7 @@ def test_a_rank_that_fails_to_compile_says_so() -> None:
 
 def one_hangs() -> str:
     """The rank that comes first begins to compile, and waits for the other."""
-    meeting.agree("start", "", "")
+    meeting.agree("start", "")
 
     def hangs(_: str | None) -> None:
         meeting.gather("elsewhere", "", 30.0)

@@ -103,7 +103,7 @@ def in_turn() -> tuple[list[Any], list[int]]:
             with worlds.inside(None):  # as a backward in a call of a place
                 assert worlds.current().size == 4
             assert worlds.current().size == 2
-            assert meeting.agree(f"the end of {turn}", "same", "text")
+            assert meeting.agree(f"the end of {turn}", "text")
     heard.append(meeting.meet("all", f"{me}"))
     return heard, [now - then for now, then in zip(_counts(), before, strict=True)]
 
@@ -190,7 +190,7 @@ def one_fails(way: str) -> tuple[str, float]:
             elif me == 3:
                 meeting.fail("no memory")
             elif way == "round":
-                meeting.agree("graph", "digest", "plan")
+                meeting.agree("graph", "plan")
             else:
                 meeting.meet("it", "word")
         except RankMismatchError as error:
@@ -220,7 +220,7 @@ def unlike(what: str) -> str:
                 x += me == 3
                 check_inputs.check_same([("x", "input", x)])
             else:
-                meeting.agree("graph", str(me // 3), f"text {me}")
+                meeting.agree("graph", f"text {me}", key=str(me // 3))
         except (InputMismatchError, RankMismatchError) as error:
             return str(error)
     return ""
@@ -282,7 +282,7 @@ def one_is_held_up() -> float:
             ranks.group(["dp"])
         if me in (0, 1):
             with ranks.inside(), presence.in_call():
-                meeting.agree("graph", "digest", "plan")
+                meeting.agree("graph", "plan")
     finally:
         presence.set_timeouts(30.0, 600.0)
     return time.monotonic() - begin
