@@ -93,42 +93,47 @@ def _key() -> str:
 
 def _give(text: str) -> None:
     """Give the error of this rank, which is rank 0, to the others."""
-    _at_store(lambda store: store.set(_key(), text) or "")
+    _at_store(lambda store, _: store.set(_key(), text) or "")
 
 
 def _is_of_rank_0(text: str) -> bool:
     """Return whether rank 0 ends with this error, or with one that it quotes; False if
     that is not known in time."""
 
-    def ask(store: Any) -> str:
+    def ask(store: Any, over: threading.Event) -> str:
         while not store.check([_key()]):
-            time.sleep(0.02)
+            if over.wait(0.02):
+                return ""
         return str(store.get(_key()).decode())
 
     first = _at_store(ask)
     return bool(first) and first in text
 
 
-def _at_store(use: Callable[[Any], str]) -> str:
+def _at_store(use: Callable[[Any, threading.Event], str]) -> str:
     """Return the result of a use of the store, in a thread, since it may hang; "" if
-    there is none in time, or this process is to end before."""
-    answer = queue.SimpleQueue[str]()
+    there is none in time, or this process is to end before. The use ends once an event
+    is set: a thread that comes back from the store while Python ends would abort."""
+    answer, over = queue.SimpleQueue[str](), threading.Event()
 
     def run() -> None:
         with contextlib.suppress(Exception):  # the store is gone
             store = _store()
-            answer.put("" if store is None else use(store))
+            answer.put("" if store is None else use(store, over))
 
     # A hook for errors of threads may call this one; only the main thread has signals.
     has_signals = threading.current_thread() is threading.main_thread()
     if has_signals:
         ends = signal.signal(signal.SIGTERM, lambda *_: answer.put(""))
+    thread = threading.Thread(target=run, daemon=True)
     try:
-        threading.Thread(target=run, daemon=True).start()
+        thread.start()
         return answer.get(timeout=SECONDS)
     except queue.Empty:
         return ""
     finally:
+        over.set()
+        thread.join(1.0)
         if has_signals:
             signal.signal(signal.SIGTERM, ends)
 
