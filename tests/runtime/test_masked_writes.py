@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar.errors import FxparWarning, PlanError
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.usefixtures("propagated")
@@ -123,20 +125,32 @@ def test_a_train_step() -> None:
 @pytest.mark.parametrize("write", WRITES)
 def test_a_plan(write: Write) -> None:
     model, x = Masked(write).double(), torch.randn(4, 6, 8).double()
-    plan = fxpar.plan(model, x, torch.rand(4, 6) > 0.5, mesh="dp=2")
-    assert "nonzero" not in str(plan)
+    with warnings.catch_warnings():  # of an op that is whole on every rank
+        warnings.simplefilter("error", FxparWarning)
+        fxpar.plan(model, x, torch.rand(4, 6) > 0.5, mesh="dp=2")
 
 
-def test_a_row_for_each_place_stays_as_it_is() -> None:
-    """On one process Dynamo's fallback still runs it."""
+def set_each(x: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    h = x * 2
+    h[mask] = v
+    return h.square().sum()
 
-    def rows(x: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        h = x * 2
-        h[mask] = v
-        return h.square().sum()
 
+def each_place(mesh: str) -> torch.Tensor:
     torch._dynamo.reset()
     mask = torch.tensor([True, False, True, True])
-    x, v = torch.randn(4, 3), torch.randn(3, 3)
-    run = torch.compile(rows, backend="fxpar", options={"mesh": "dp=1"})
-    torch.testing.assert_close(run(x, mask, v), rows(x, mask, v))
+    v = torch.arange(9.0).view(3, 3).requires_grad_()
+    run = torch.compile(set_each, backend="fxpar", options={"mesh": mesh})
+    run(torch.ones(4, 3), mask, v).backward()
+    return v.grad
+
+
+def test_a_row_for_each_place_breaks_the_graph_on_one_process() -> None:
+    torch.testing.assert_close(each_place("dp=1"), torch.arange(9.0).view(3, 3) * 2)
+
+
+@pytest.mark.multiprocess
+def test_a_row_for_each_place_is_refused_on_two() -> None:
+    for error in shared_pool(2).errors(each_place, "dp=2"):
+        assert isinstance(error, PlanError)
+        assert "h[mask] = v" in str(error)
