@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxpar import _torch, choose_plan, pipeline
 from fxpar._fast.python_memory import in_one_block, old_objects_kept
@@ -119,6 +120,8 @@ def compile_graph(
     """
     broken_at = _torch.dynamo.graph_break_line(gm)
     _torch.dynamo.copy_detached_results(gm)
+    if any(isinstance(x, DTensor) for x in examples):
+        _torch.dynamo.separate_views(gm)
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number, with_room = next_graph(), _with_room(job, gm, examples)

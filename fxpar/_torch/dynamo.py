@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import types
 import weakref
@@ -23,7 +24,7 @@ from fxpar._fast.python_memory import in_one_block, old_objects_kept
 from fxpar._fast.quick_graphs import quick_graphs
 from fxpar._fast.switch import is_taken
 from fxpar._torch.distributed import is_only_rank
-from fxpar._torch.objects import memory_of
+from fxpar._torch.objects import memory_of, tensors_in
 from fxpar.errors import is_library
 
 # Raises in compiled code, with a message, where a tensor is False.
@@ -435,7 +436,62 @@ def copy_detached_results(gm: fx.GraphModule) -> None:
             continue
         for node, x in zip(nodes, values, strict=True):
             if not x.requires_grad:
-                with gm.graph.inserting_after(node):
-                    copy = gm.graph.call_method("clone", (node,))
-                copy.meta = dict(node.meta) | {"example_value": x.clone()}
-                gm.graph.output_node().replace_input_with(node, copy)
+                gm.graph.output_node().replace_input_with(node, _cloned(node))
+
+
+def separate_views(gm: fx.GraphModule) -> None:
+    """Let no two results of a Dynamo graph be views, with a gradient, of a value that
+    is no result, in place: with DTensors among its inputs AOTAutograd refuses them.
+
+    A result that the others are views of, and that is a view itself, as that of
+    ``F.linear`` on three dims, is copied where it is computed, and they stay views of
+    it. Where there is none, all but one are copied.
+    """
+    output, inputs = gm.graph.output_node(), set[int]()
+    for kind in ("placeholder", "get_attr"):
+        inputs.update(*map(_memories, gm.graph.find_nodes(op=kind)))
+    by_memory: dict[int, list[fx.Node]] = {}
+    for node in output.all_input_nodes:
+        for memory in _memories(node) - inputs:
+            if example_of(node).requires_grad and not _is_piece(node):
+                by_memory.setdefault(memory, []).append(node)
+    for nodes in by_memory.values():
+        bases = {*map(_viewed, nodes)}
+        base = bases.pop()
+        if bases or not any(example_of(x) is example_of(base) for x in nodes):
+            for node in nodes[1:]:
+                output.replace_input_with(node, _cloned(node))
+        elif len(nodes) > 1 and example_of(base)._base is not None:
+            copy = _cloned(base)
+            base.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+
+
+def _cloned(node: fx.Node) -> fx.Node:
+    """Return a new node, after ``node``, that copies its value."""
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_method("clone", (node,))
+    copy.meta = dict(node.meta) | {"example_value": example_of(node).clone()}
+    return copy
+
+
+def _memories(node: fx.Node) -> set[int]:
+    """Return numbers for the memory of the tensors of a node's value."""
+    return {*map(memory_of, tensors_in(example_of(node)))}
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the first of the nodes that a value, one tensor, is a view of."""
+    memory = _memories(node)
+    while bases := [x for x in node.all_input_nodes if memory & _memories(x)]:
+        node = bases[0]
+    return node
+
+
+def _is_piece(node: fx.Node) -> bool:
+    """Return whether a value is one of those that a view like ``chunk`` gives, of which
+    AOTAutograd refuses none: nobody may write to them."""
+    several = node.target is operator.getitem and node.args[0]
+    is_one = isinstance(several, fx.Node) and isinstance(
+        example_of(several), (tuple, list)
+    )
+    return is_one and _viewed(node) is not several

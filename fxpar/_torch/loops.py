@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import fx
 
+from fxpar._torch.masked_writes import masks_as_choices
+
 STACKED = "higher_order::while_loop_stack_output"
 # Like STACKED, with a given number of steps in place of the unknown one.
 COUNTED = "higher_order::fxpar_counted_loop"
@@ -99,11 +101,11 @@ def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
 def calls_rewritten() -> Iterator[None]:
     """Rewrite calls that are traced inside by ``rewrite_calls``: before they are
     differentiated, and in inference mode, where they are not, before they are made
-    functional."""
+    functional. Writes to masked places are rewritten too (``masked_writes``)."""
     from torch._C import DispatchKey
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-    with contextlib.ExitStack() as stack:
+    with masks_as_choices(), contextlib.ExitStack() as stack:
         for op in [getattr(torch.ops.higher_order, name) for name in _REWRITES]:
             autograd = op.py_kernels[DispatchKey.Autograd]
             functional = op.python_key_table[FunctionalTensorMode]

@@ -217,3 +217,69 @@ def test_equal_gradients_have_memory_of_their_own(how: tuple[Any, ...]) -> None:
 @pytest.mark.multiprocess
 def test_inductor() -> None:
     shared_pool(2).run(compare, False, "inductor", timeout=400.0)
+
+
+class AtRest(torch.nn.Module):
+    """Returns rows of a linear layer, whose result is itself a view, in other forms."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.rows, self.last = (torch.nn.Linear(8, 6), torch.nn.Linear(6, 6))
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> Results:
+        z = self.rows(x)
+        if self.name == "parameter":
+            return z, self.rows.weight, self.rows.weight.t()
+        if self.name == "break":
+            flat = z.flatten(0, 1)
+            torch._dynamo.graph_break()
+            return self.last(z), flat * 2
+        return FORMS[self.name](x, z)
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Results]] = {
+    "flat": lambda x, z: (z, z.flatten(0, 1)),
+    "the base last": lambda x, z: (z[1:], z),
+    "siblings": lambda x, z: (z[0], z.flatten(0, 1), z[1:]),
+    "pieces": lambda x, z: (*z.chunk(2, -1), z[:, :1], z.view(-1, 2)),
+    "input": lambda x, z: (x.flatten(), x[0], z),
+}
+
+
+def at_rest(name: str, codegen: str = "") -> tuple[list[torch.Tensor], list[Any]]:
+    """Results and gradients, of a model that rests in parts if it is compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = AtRest(name).double(), torch.randn(4, 3, 8).double().requires_grad_()
+    run: Any = model
+    if codegen:
+        model = fxpar.shard(model, mesh="dp=2")
+        how = {"mesh": "dp=2", "codegen": codegen}
+        run = torch.compile(model, backend="fxpar", options=how)
+    results = run(x)
+    scales = (torch.arange(1.0, y.numel() + 1).view(y.shape) for y in results)
+    pairs = zip(results, scales, strict=True)
+    sum((y * scale).sum() for y, scale in pairs if y.requires_grad).backward()
+    gradients = [x.grad, *(p.grad for p in model.parameters())]
+    gradients = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    if name in ("flat", "the base last"):
+        results[0].detach().add_(1)
+    return [y.detach() for y in results], gradients
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["parameter", "break", *FORMS])
+def test_views_with_a_gradient_beside_parameters_at_rest(name: str) -> None:
+    """With a DTensor among inputs AOTAutograd takes no two views of a hidden value."""
+    want = at_rest(name)
+    for got in shared_pool(2).run(at_rest, name, "eager"):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_views_beside_parameters_at_rest_compiled() -> None:
+    want = at_rest("break")
+    for got in shared_pool(2).run(at_rest, "break", "inductor"):
+        torch.testing.assert_close(got, want)

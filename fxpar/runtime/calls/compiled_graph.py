@@ -25,6 +25,7 @@ input, or one with a gradient; AOTAutograd makes these.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
     )
     failed = _torch.aot.failed_node(error)
     named = (user_line(node) for node in gm.graph.nodes if node.name == failed)
+    masked = (user_line(node) for node in gm.graph.nodes if _writes_by_mask(node))
     where = next(reads, None) or next(named, None)
+    if kind == "shape":  # of ``nonzero`` of the mask, in the backward
+        where = where or next(masked, None)
     loops = (
         node
         for node in gm.graph.nodes
@@ -115,6 +119,14 @@ def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
         where=where,
         fix=f"{fix}, or compute with tensors alone (torch.where and a mask)",
     )
+
+
+def _writes_by_mask(node: fx.Node) -> bool:
+    """Return whether a node of a Dynamo graph writes to places of a boolean mask."""
+    if node.target not in (operator.setitem, torch.index_put, "index_put_"):
+        return False
+    values = (x.meta.get("example_value") for x in node.all_input_nodes[1:])
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in values)
 
 
 def raiser(error: FxparError) -> Callable[..., Any]:
