@@ -7,8 +7,7 @@ and the solved problem, from which explanations are made. Its seconds are those 
 searches and sends the others its plan.
 
 Layers that repeat are tied, forward and backward each by itself: ops are compared by
-target, rule, shapes and dtypes, nodes of the problem by their specs. Ties guide the
-search and constrain no answer.
+target, rule, shapes and dtypes. Ties guide the search and constrain no answer.
 
 The additive problem knows no overlap: it pays for a gradient's reduction though the
 backward hides it. So plans that are the best with such communication at a discount are
@@ -21,10 +20,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import numpy as np
 
 from fxpar.errors import PlanError
 from fxpar.layers import numbered, rows_of_layers
@@ -55,57 +57,78 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import Strategy
 
 
-def ties(formulation: Formulation) -> tuple[int, ...]:
-    """Return for each node of the problem its counterpart in the first of the layers
-    that it is in.
-
-    Nodes repeat in the order of the program: inputs before the op that reads them
-    first (the backward, for a spec that a parameter is read in there), results after
-    theirs.
-    """
-    program, nodes = formulation.program, formulation.nodes
-    last = len(program.ops)
-    readers: dict[bool, dict[int, int]] = {False: {}, True: {}}
-    for op in reversed(program.ops):
-        for v in op.operands:
-            readers[False][v] = op.index
-            if op.index in program.backward:
-                readers[True][v] = op.index
-
-    ends = {"input": program.inputs, "output": program.outputs}
-
-    def value_of(i: int) -> int:
-        """Return the value that a node decides on, if it is not an op's."""
-        value = ends[nodes[i].kind][nodes[i].of] if nodes[i].kind in ends else None
-        return nodes[i].of if value is None else value
-
-    def place(i: int) -> tuple[int, int, int]:
-        """Return the op before or after which a node counts, and where there."""
-        if nodes[i].kind == "op":
-            return nodes[i].of, 1, i
-        v = value_of(i)
-        if v in program.producers:
-            return program.producers[v][0], 2, i
-        forward, backward = formulation.settling.get(v, (i, i))
-        is_late = nodes[i].kind == "value" and forward != i == backward
-        return readers[is_late].get(v, last), 0, i
-
+def repeated(program: Program, backward: Collection[int]) -> list[int]:
+    """Return for each op its counterpart in the first of the layers that it is in."""
     shapes = [(value.shape, value.dtype) for value in program.values]
+    labels = numbered(
+        (op.target, op.rule, *map(shapes.__getitem__, op.tensors), op.index in backward)
+        for op in program.ops
+    )
+    tied = list(range(len(labels)))
+    for begin, end, distance in rows_of_layers(labels):
+        for i in range(begin, end):
+            tied[i] = begin + (i - begin) % distance
+    return tied
 
-    def label(i: int) -> tuple[Any, ...]:
-        about: tuple[Any, ...] = nodes[i].kind, nodes[i].specs.tobytes()
-        if nodes[i].kind != "op":
-            return *about, shapes[value_of(i)]
-        op = program.ops[nodes[i].of]
-        tensors = map(shapes.__getitem__, op.tensors)
-        return *about, op.target, op.rule, *tensors, op.index in program.backward
 
-    order = sorted(range(len(nodes)), key=place)
-    out = list(range(len(nodes)))
-    for begin, end, distance in rows_of_layers(numbered(map(label, order))):
-        for k in range(begin + distance, end):
-            out[order[k]] = order[begin + (k - begin) % distance]
-    return tuple(out)
+def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
+    """Return for each node of a problem the node it is tied to, given the ties of
+    ops."""
+    program, nodes = formulation.program, formulation.nodes
+    value = _values(program, tied)
+    inputs = {v: k for k, v in enumerate(program.inputs) if v is not None}
+    outputs = {v: k for k, v in enumerate(program.outputs) if v is not None}
+    others: dict[str, Callable[[int], int]] = {
+        "op": tied.__getitem__,
+        "value": lambda v: value.get(v, v),
+        "copy": lambda v: value.get(v, v),
+        "input": lambda k: inputs.get(value.get(program.inputs[k], -1), k),
+        "output": lambda k: outputs.get(value.get(program.outputs[k], -1), k),
+        "constant": lambda v: v,
+    }
+    index: dict[tuple[str, int, int], int] = {}
+    nth: list[int] = []  # by node, which it is of those of its kind and value
+    count: Counter[tuple[str, int]] = Counter()
+    for i, node in enumerate(nodes):
+        nth.append(count[node.kind, node.of])
+        count[node.kind, node.of] += 1
+        index[node.kind, node.of, nth[i]] = i
+    for v, (_, backward) in formulation.settling.items():
+        index["value", v, 1] = backward
+    out = []
+    for i, node in enumerate(nodes):
+        to = index.get((node.kind, others[node.kind](node.of), nth[i]), i)
+        out.append(to if np.array_equal(nodes[to].specs, node.specs) else i)
+    return _heads(out)
+
+
+def _heads(to: Sequence[int]) -> tuple[int, ...]:
+    """Return for each node the least one it is tied to through others. A parameter of
+    the first layer and one of the last, where the backward begins, name each other."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    ends = (np.arange(len(to)), np.array(to, int))
+    pairs = coo_array((np.ones(len(to)), ends), shape=(len(to), len(to)))
+    _, label = connected_components(pairs, directed=False)
+    _, first = np.unique(label, return_index=True)
+    return tuple(first[label].tolist())
+
+
+def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:
+    """Return for each value its counterpart: for results by their op, for inputs by the
+    op that first reads them."""
+    out: dict[int | None, int] = {}
+    for op in program.ops:
+        other = program.ops[tied[op.index]]
+        if other is op:
+            continue
+        out.update(zip(op.results, other.results, strict=True))
+        for mine, theirs in zip(op.operands, other.operands, strict=True):
+            inputs = mine not in program.producers and theirs not in program.producers
+            if inputs and mine != theirs:
+                out.setdefault(mine, theirs)
+    return out
 
 
 # A plan within this gap of its bound counts as proved to be the best.
@@ -254,9 +277,10 @@ def search(
             seeds=seeds,
             parts=parts,
         )
-        tied = ties(formulation)
+        tied = repeated(formulation.program, program.backward)
         formulation = replace(
-            formulation, problem=replace(formulation.problem, tied=tied)
+            formulation,
+            problem=replace(formulation.problem, tied=ties(formulation, tied)),
         )
         built = time.perf_counter() - begun
         problem = formulation.problem

@@ -35,6 +35,7 @@ from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import cost_of, formulate
 from fxpar.sharding.search.run_search import (
     SearchOptions,
+    repeated,
     search,
     with_choice,
 )
@@ -216,16 +217,13 @@ def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
 
 def test_layers_are_found() -> None:
     program = program_of(mlp(4), batch(), mesh="x=2", grad=True)
-    form = search(program, Mesh.parse("x=2"), SearchOptions(machine()), {}).formulation
-    nodes, tied = form.nodes, form.problem.tied
-    of = {i: program.ops[node.of] for i, node in enumerate(nodes) if node.kind == "op"}
-    products = [i for i, op in of.items() if "dot" in op.name or "mm" in op.name]
+    tied = repeated(program, program.backward)
+    products = [op.index for op in program.ops if "dot" in op.name or "mm" in op.name]
     heads = {tied[i] for i in products}
     assert len(heads) <= len(products) / 2
     for i, to in enumerate(tied):
-        assert tied[to] == to and (nodes[i].specs == nodes[to].specs).all()
-        assert nodes[i].kind == nodes[to].kind
-        assert i not in of or of[i].rule == of[to].rule
+        assert tied[to] == to
+        assert program.ops[i].rule == program.ops[to].rule
 
 
 def test_ties_do_not_change_the_optimum() -> None:
@@ -241,9 +239,7 @@ def test_what_is_not_alike_is_not_tied() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 2))
     program = program_of(model, torch.randn(4, 4), mesh="x=2")
-    found = search(program, Mesh.parse("x=2"), SearchOptions(machine()), {})
-    tied = found.formulation.problem.tied
-    assert tied == tuple(range(len(tied)))
+    assert repeated(program, set()) == list(range(len(program.ops)))
 
 
 # Resharding between all specs
