@@ -616,7 +616,7 @@ def _agree_on_launches(tag: str, launches: Sequence[str] | None) -> bool:
     Raises RankMismatchError if theirs differ, or if one fails or does not come.
     """
     text = "\n".join(launches or ())
-    key = meeting.VOID if launches is None else ""
+    key = meeting.VOID if launches is None else None
     return meeting.agree(tag, text, key=key, what="the collectives they launch")
 
 

@@ -455,7 +455,7 @@ def agree(
     tag: str,
     text: str,
     *,
-    key: str = "",
+    key: str | None = None,
     what: str = "the program",
     fix: str | None = None,
     error: type[FxparError] = RankMismatchError,
@@ -469,7 +469,7 @@ def agree(
     Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
     come or has failed.
     """
-    keys = gather(tag, key or digest(text, 64))
+    keys = gather(tag, digest(text, 64) if key is None else key)
     if VOID in keys:
         return False
     differ = [rank for rank, other in enumerate(keys) if other != keys[0]]

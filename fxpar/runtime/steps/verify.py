@@ -120,6 +120,6 @@ def _gathered(x: DTensor) -> torch.Tensor:
     # Not by DTensor, whose gathers on gloo (2.13) may end before their threads do.
     mesh = Mesh.from_device_mesh(x.device_mesh)
     spec = Spec.from_placements(x.placements, mesh, x.dim())
-    where = str(spec), "", str(mesh), "", "", -1
+    where = str(spec), "", str(mesh), "", -1
     whole: torch.Tensor = torch.ops.fxpar.to_global(x.to_local(), list(x.shape), *where)
     return whole
