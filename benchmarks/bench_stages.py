@@ -175,7 +175,9 @@ def _traced(row: StagesRow) -> tuple[Any, Any, float]:
     assert all(isinstance(x, Input) for x in signature.inputs)
     on = lookup(row.hardware)
     asked, line = SearchOptions(on, SECONDS), Mesh((("dp", row.ranks),))
-    request = Request(line, signature, mode=asked).with_options(pipeline="1f1b")
+    request = Request(line, signature, mode=asked).with_options(
+        pipeline="1f1b", cache_plans=False
+    )
     request = request.with_open_mesh(line)
     state = JointState(
         graph=module.graph,

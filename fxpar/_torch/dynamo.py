@@ -423,8 +423,8 @@ def copy_detached_results(gm: fx.GraphModule) -> None:
     results are views with a gradient, while the value itself is no result and no input,
     in place. AOTAutograd (torch 2.13) loses the gradient of the views, and without a
     word."""
-    by_memory: dict[int, list[fx.Node]] = {}
-    for node in gm.graph.output_node().all_input_nodes:
+    output, by_memory = gm.graph.output_node(), dict[int, list[fx.Node]]()
+    for node in output.all_input_nodes:
         x = example_of(node)
         if node.op != "placeholder" and isinstance(x, torch.Tensor):
             by_memory.setdefault(memory_of(x), []).append(node)
@@ -436,7 +436,7 @@ def copy_detached_results(gm: fx.GraphModule) -> None:
             continue
         for node, x in zip(nodes, values, strict=True):
             if not x.requires_grad:
-                gm.graph.output_node().replace_input_with(node, _cloned(node))
+                output.replace_input_with(node, _cloned(node, output))
 
 
 def separate_views(gm: fx.GraphModule) -> None:
@@ -460,15 +460,16 @@ def separate_views(gm: fx.GraphModule) -> None:
         base = bases.pop()
         if bases or not any(example_of(x) is example_of(base) for x in nodes):
             for node in nodes[1:]:
-                output.replace_input_with(node, _cloned(node))
+                output.replace_input_with(node, _cloned(node, output))
         elif len(nodes) > 1 and example_of(base)._base is not None:
-            copy = _cloned(base)
+            copy = _cloned(base, base.next)
             base.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
 
 
-def _cloned(node: fx.Node) -> fx.Node:
-    """Return a new node, after ``node``, that copies its value."""
-    with node.graph.inserting_after(node):
+def _cloned(node: fx.Node, before: fx.Node) -> fx.Node:
+    """Return a new node that copies the value of another: what it is where ``before``
+    runs."""
+    with node.graph.inserting_before(before):
         copy = node.graph.call_method("clone", (node,))
     copy.meta = dict(node.meta) | {"example_value": example_of(node).clone()}
     return copy

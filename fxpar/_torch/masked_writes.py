@@ -58,6 +58,9 @@ def _choice(
     if len(masks) != 1 or masks[0][1].dtype != torch.bool or value.dtype != x.dtype:
         return None
     dim, mask = masks[0]
+    devices = {mask.device, value.device if value.dim() else x.device}
+    if devices != {x.device}:  # which ``torch.where`` refuses
+        return None
     behind = x.dim() - dim - mask.dim()
     # Dims of the value: those before the mask, one for its places, those behind it.
     before = max(value.dim() - behind - 1, 0)
@@ -65,7 +68,7 @@ def _choice(
         return None
     sizes = [
         *zip(mask.shape, x.shape[dim : dim + mask.dim()], strict=True),
-        *((n, 1) for n in value.shape[before : value.dim() - behind]),
+        *((n, 1) for n in value.shape[before : max(before, value.dim() - behind)]),
     ]
     if not all(statically_known_true(n == other) for n, other in sizes):
         return None
@@ -73,4 +76,4 @@ def _choice(
         shape = *value.shape[:before], *(1,) * mask.dim(), *value.shape[before + 1 :]
         value = value.reshape(shape)
     mask = mask.reshape(*mask.shape, *(1,) * behind)
-    return torch.where(mask, value.expand_as(x), x)
+    return torch.where(mask, value.expand_as(x) if value.dim() else value, x)

@@ -74,6 +74,9 @@ PROVENANCE = (
 # whether it is one of the chunks in which a schedule runs a collective.
 OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 
+# Key of ``meta`` on a joined collective: the names of the ops that its parts are for.
+ORIGINS = "fxpar_origins"
+
 # Keys in ``meta["custom"]`` of a node: the number that autograd gave it, and whether it
 # is an op of the forward inside a checkpointed region.
 _NUMBER, _CHECKPOINTED = "fxpar_number", "fxpar_checkpointed"

@@ -238,12 +238,20 @@ class AtRest(torch.nn.Module):
         return FORMS[self.name](x, z)
 
 
+def written_later(x: torch.Tensor, z: torch.Tensor) -> Results:
+    """Views of a value that is written after they were made."""
+    a, b = z.view(4, -1), z.transpose(1, 2)
+    a.mul_(2)
+    return a, b
+
+
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Results]] = {
     "flat": lambda x, z: (z, z.flatten(0, 1)),
     "the base last": lambda x, z: (z[1:], z),
     "siblings": lambda x, z: (z[0], z.flatten(0, 1), z[1:]),
     "pieces": lambda x, z: (*z.chunk(2, -1), z[:, :1], z.view(-1, 2)),
     "input": lambda x, z: (x.flatten(), x[0], z),
+    "written later": written_later,
 }
 
 

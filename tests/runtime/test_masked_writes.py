@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar
+from fxpar._torch import masked_writes
 from fxpar.errors import FxparWarning, PlanError
 from tests.helpers.spawn import shared_pool
 
@@ -51,7 +53,21 @@ def put_by_rows(h: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.T
     return h
 
 
-WRITES = [set_rows, set_columns, set_some_columns, put, put_in_place, put_by_rows]
+def put_one(h: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    h[mask[:, 0]] = v  # fewer dims than samples have
+    h[mask] = v.sum()
+    return h
+
+
+WRITES = [
+    set_rows,
+    set_columns,
+    set_some_columns,
+    put,
+    put_in_place,
+    put_by_rows,
+    put_one,
+]
 
 
 class Masked(nn.Module):
@@ -154,3 +170,14 @@ def test_a_row_for_each_place_is_refused_on_two() -> None:
     for error in shared_pool(2).errors(each_place, "dp=2"):
         assert isinstance(error, PlanError)
         assert "h[mask] = v" in str(error)
+
+
+def test_what_where_refuses_stays_as_it_is() -> None:
+    """A mask on another device is not taken; a number on one is."""
+    with FakeTensorMode():
+        x, mask = torch.empty(4, 6, device="cuda"), torch.empty(4).bool()
+        for value in (torch.empty(()), torch.empty(6, device="cuda")):
+            assert masked_writes._choice(x, [mask], value) is None
+        mask = torch.empty(4, device="cuda").bool()
+        assert masked_writes._choice(x, [mask], torch.empty(())) is not None
+        assert masked_writes._choice(x, [mask], torch.empty(6)) is None

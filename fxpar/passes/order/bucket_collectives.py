@@ -25,7 +25,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpar.graph.builder import Builder, custom_of, put_after_reads, region_of
+from fxpar.graph.builder import (
+    ORIGINS,
+    Builder,
+    custom_of,
+    put_after_reads,
+    region_of,
+)
 from fxpar.layers import numbered, rows_of_layers
 from fxpar.passes.order.delay_work import from_inputs, hoist, is_cheap, is_chunk
 from fxpar.passes.order.outline_layers import LEAST_CALLS
@@ -367,7 +373,9 @@ def _join(rewriter: Builder, members: Sequence[fx.Node]) -> None:
                 hoist(member.args[0], place)
         rows = ranks if kind is _SCATTER else 1
         bucket = _flat(rewriter, [m.args[0] for m in members], rows)
-        wait = rewriter.call(WAIT, rewriter.call(kind, bucket, *place.args[1:]))
+        start = rewriter.call(kind, bucket, *place.args[1:])
+        start.meta[ORIGINS] = "+".join(m.meta.get("fxpar_origin", "") for m in members)
+        wait = rewriter.call(WAIT, start)
         whole = _scaled(rewriter, wait, members)
         _split_result(rewriter, whole, ranks if kind is _GATHER else 1, members)
 

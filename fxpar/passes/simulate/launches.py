@@ -27,6 +27,7 @@ from fxpar._torch.fake import is_data_dependent
 from fxpar._torch.objects import tensors_in
 from fxpar.errors import PlanError
 from fxpar.graph import exact_ops
+from fxpar.graph.builder import ORIGINS
 from fxpar.graph.custom_ops import GROUP_PREFIX, group_axes, group_of_call
 from fxpar.graph.pipeline_ops import CROSSINGS
 from fxpar.passes.lower import LOWERINGS
@@ -195,7 +196,8 @@ def crossings(
             for value in tensors_in([n.meta.get("val") for n in node.all_input_nodes])
         ]
         name = str(node.target).removeprefix("_c10d_functional.")
-        origin = node.meta.get("fxpar_origin") if among is None else None
+        meta = node.meta if among is None else {}
+        origin = meta.get(ORIGINS) or meta.get("fxpar_origin")
         line = f"{name} of {', '.join(operands)}"
         out.append(f"{line} for {origin}" if origin else line)
     return out

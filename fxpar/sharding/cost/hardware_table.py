@@ -307,7 +307,8 @@ Figures = TypeVar("Figures", Level, Link)
 
 
 def scaled(x: Figures, latency: float, bandwidth: float) -> Figures:
-    """Return a level of the network with so many times the latency and bandwidth."""
+    """Return the figures of a level of the network, or of one kind of collective, with
+    so many times the latency and bandwidth."""
     return replace(
         x,
         overhead=x.overhead * latency,
