@@ -61,19 +61,19 @@ def _choice(
     devices = {mask.device, value.device if value.dim() else x.device}
     if devices != {x.device}:  # which ``torch.where`` refuses
         return None
-    behind = x.dim() - dim - mask.dim()
-    # Dims of the value: those before the mask, one for its places, those behind it.
-    before = max(value.dim() - behind - 1, 0)
-    if behind < 0 or before > dim:
+    later = x.dim() - dim - mask.dim()
+    # Dims of the value: those before the mask, one for its places, those after it.
+    before = max(value.dim() - later - 1, 0)
+    if later < 0 or before > dim:
         return None
     sizes = [
         *zip(mask.shape, x.shape[dim : dim + mask.dim()], strict=True),
-        *((n, 1) for n in value.shape[before : max(before, value.dim() - behind)]),
+        *((n, 1) for n in value.shape[before : max(before, value.dim() - later)]),
     ]
     if not all(statically_known_true(n == other) for n, other in sizes):
         return None
-    if value.dim() > behind:
+    if value.dim() > later:
         shape = *value.shape[:before], *(1,) * mask.dim(), *value.shape[before + 1 :]
         value = value.reshape(shape)
-    mask = mask.reshape(*mask.shape, *(1,) * behind)
+    mask = mask.reshape(*mask.shape, *(1,) * later)
     return torch.where(mask, value.expand_as(x) if value.dim() else value, x)

@@ -256,7 +256,7 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Results]] = {
 
 
 def at_rest(name: str, codegen: str = "") -> tuple[list[torch.Tensor], list[Any]]:
-    """Results and gradients, of a model that rests in parts if it is compiled."""
+    """Results and gradients, of a model that is sharded if it is compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = AtRest(name).double(), torch.randn(4, 3, 8).double().requires_grad_()
@@ -278,7 +278,7 @@ def at_rest(name: str, codegen: str = "") -> tuple[list[torch.Tensor], list[Any]
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["parameter", "break", *FORMS])
-def test_views_with_a_gradient_beside_parameters_at_rest(name: str) -> None:
+def test_views_with_a_gradient_of_a_sharded_model(name: str) -> None:
     """With a DTensor among inputs AOTAutograd takes no two views of a hidden value."""
     want = at_rest(name)
     for got in shared_pool(2).run(at_rest, name, "eager"):
@@ -287,7 +287,7 @@ def test_views_with_a_gradient_beside_parameters_at_rest(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_views_beside_parameters_at_rest_compiled() -> None:
+def test_views_of_a_sharded_model_compiled() -> None:
     want = at_rest("break")
     for got in shared_pool(2).run(at_rest, "break", "inductor"):
         torch.testing.assert_close(got, want)

@@ -71,9 +71,9 @@ def whole(x: Any) -> torch.Tensor:
         return x.full_tensor().detach().clone()
     mesh = Mesh.from_device_mesh(x.device_mesh)
     spec = Spec.from_placements(x.placements, mesh, x.dim())
-    lies = str(spec), "", str(mesh), "", -1
+    layout = str(spec), "", str(mesh), "", -1
     part = x.to_local().detach()
-    return torch.ops.fxpar.to_global(part, list(x.shape), *lies)
+    return torch.ops.fxpar.to_global(part, list(x.shape), *layout)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -411,7 +411,7 @@ def handing_over(*ws: Tensor, each: int, sizes: Sequence[int] = (1,)) -> Any:
     return (x.sum(),)
 
 
-def test_small_gradients_are_handed_over_behind_layers() -> None:
+def test_small_gradients_are_handed_over_after_layers() -> None:
     ws = feeds(8)[1:]
     module = outlined(partial(handing_over, each=8, sizes=SIZES), *ws)
     given = [len(node.args[0]) for node in _handed_over(module)]

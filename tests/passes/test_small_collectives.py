@@ -19,7 +19,7 @@ from fxpar.graph.pipeline_ops import MESSAGES
 from fxpar.passes.order.bucket_collectives import LARGEST
 from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.order.order_collectives import start_first, wait_last
-from fxpar.passes.simulate.launches import KINDS, WAIT
+from fxpar.passes.simulate.launches import KINDS, WAIT, crossings
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.program import PHASE
 from tests.helpers.sketch import REDUCE, Sketch, check_equal
@@ -44,6 +44,25 @@ def counted(sketch: Sketch, of: Any) -> fx.Node:
     """A reduction of how many are above zero."""
     count = sketch.call(aten.sum, sketch.call(aten.relu, of))
     return sketch.call(REDUCE, count, "sum", "fxpar:dp")
+
+
+def two_sums(names: tuple[str, str]) -> fx.Graph:
+    """Sums over ranks of two values of one size, for these ops, in this order."""
+    sketch = Sketch()
+    for name in names:
+        launch = sketch.call(REDUCE, sketch.input(4, 4), "sum", "fxpar:dp")
+        launch.meta["fxpar_origin"] = name
+    return sketch.graph
+
+
+def test_ranks_that_start_equal_sums_in_another_order_differ() -> None:
+    here, there = (crossings(two_sums(names)) for names in (("a", "b"), ("b", "a")))
+    assert len(here) == 2 and here != there and sorted(here) == sorted(there)
+    assert here == crossings(two_sums(("a", "b")))
+    # Places may run other programs, which name their ops otherwise.
+    graphs = two_sums(("a", "b")), two_sums(("b", "a"))
+    here, there = (crossings(graph, among=list(graph.nodes)) for graph in graphs)
+    assert len(here) == 2 and here == there
 
 
 def test_a_count_of_an_input_starts_first(sketch: Sketch) -> None:

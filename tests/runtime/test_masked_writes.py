@@ -1,4 +1,4 @@
-"""``x[mask] = v`` in one graph: no step of it asks where the mask holds."""
+"""``x[mask] = v`` in one graph, without the places of the mask."""
 
 from __future__ import annotations
 

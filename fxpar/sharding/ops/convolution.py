@@ -51,8 +51,8 @@ def windows(
     steps = each(stride, k) if stride or stride == 0 else sizes
     rest = each(padding, k), each(dilation, k)
     return [
-        Reach(step, first=-padded, span=apart * (size - 1) + 1)
-        for size, step, padded, apart in zip(sizes, steps, *rest, strict=True)
+        Reach(step, first=-padded, span=dilation * (size - 1) + 1)
+        for size, step, padded, dilation in zip(sizes, steps, *rest, strict=True)
     ]
 
 
