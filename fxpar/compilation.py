@@ -176,9 +176,14 @@ def _look_up(
         mesh = str(job.ranks.whole.mesh)
         rest_specs = sorted(job.rest_specs.items())
         # Each place keeps its own, under a number that others do not know.
-        extras = job.writes, followed, mesh, job.sent_room, _place(job), *rest_specs
+        extras = job.writes, job.even, followed, mesh, job.sent_room, _place(job)
         text = known_programs.text_of(
-            gm, job.named_inputs, examples, job.options, job.ranks, extras
+            gm,
+            job.named_inputs,
+            examples,
+            job.options,
+            job.ranks,
+            (*extras, *rest_specs),
         )
     with meeting.reporting(_OF_ALL):
         tag = f"the stored record of graph{number}"
@@ -638,6 +643,7 @@ def _request_of(job: CompileJob, name: str) -> Request:
         pipeline=stages,
         sent_room=job.sent_room,
         step=job.writes,
+        even=job.even,
         name=name,
         rank=job.ranks.rank,
     )

@@ -183,6 +183,8 @@ class Request:
     hardware: Hardware | None = None
     # Whether the graph contains the backward of its step.
     step: bool = False
+    # Whether dims are split into equal shards only.
+    even: bool = False
     # The graph's name in dumps and logs.
     name: str = "plan"
     # The rank that plans; None: one process plans for all.

@@ -407,6 +407,15 @@ def test_sequences_of_any_length_are_split(name: str, mesh: str, codegen: str) -
 
 
 @pytest.mark.multiprocess
+def test_rows_that_do_not_divide_are_few_programs() -> None:
+    """Those of unequal shards have fixed sizes; the last one leaves all rows whole."""
+    sizes = [(rows, 6) for rows in (17, 19, 21, 23, 25, 27, 29)]
+    notes = check("masked", "dp=2", sizes, 5, dynamic=True, plan="propagate")
+    assert said(notes, "sizes are fixed: ") == [0, 1, 2, 3]
+    assert said(notes, "valid for ") == [4]
+
+
+@pytest.mark.multiprocess
 @pytest.mark.slow
 def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
     sizes = [(4, 24), (4, 16), (4, 32)]

@@ -126,6 +126,8 @@ class CompileJob:
     writes: bool = False
     # The graph takes its open sizes as symbols.
     open: OpenProgram | None = None
+    # Dims are split into equal shards only.
+    even: bool = False
     # A plan to follow; None: one is made.
     recalled: Plan | None = None
     # A plan that is left only for one that is faster by ``options.replan``.
@@ -152,12 +154,17 @@ class Variants:
     ranges: dict[int, SizeRange] = field(default_factory=dict)
     # Why the last variant with open sizes could not be made; "" if it could.
     refused: str = ""
-    # How many of those could not be made; two end the attempts.
+    # How many of those could not be made; a few end the attempts.
     refusals: int = 0
     # Names of sizes that could not be left open.
     closed: set[str] = field(default_factory=set)
     # Sizes that a plan was made for, or looked for, and the variant that they run.
     planned_for: dict[Sizes, int] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> set[int]:
+        """Return the numbers of the variants for one set of sizes each."""
+        return self.run.keys() - self.ranges.keys()
 
     def in_range(self, sizes: Sizes, *, far: bool = True) -> int:
         """Return the number of the variant with open sizes that holds for ``sizes``,
@@ -185,11 +192,13 @@ def is_strided(x: Any) -> bool:
     return strided and not isinstance(x, DTensor)
 
 
-# After so many programs that differ in numbers of Python alone, a warning says so.
+# After so many programs that differ in sizes alone, or in numbers of Python, a warning
+# says so.
 _MANY = 8
 
-# After so many failures to leave sizes open, all sizes are fixed.
-_MOST_REFUSALS = 2
+# After so many failures to leave sizes open, all are fixed, up to so many programs:
+# then they are left open once more, with dims whole that shards cut unequally.
+_MOST_REFUSALS, _MOST_FIXED = 2, 4
 
 # Owner of graphs that are compiled by themselves, without the rest of a step.
 FORWARD = "forward"
@@ -375,6 +384,7 @@ class Calls:
             self.variants.planned_for[sizes] = number
         else:
             self._warn_of_numbers(sizes)
+            self._warn_of_sizes()
         return number
 
     def _warn_of_numbers(self, sizes: Sizes) -> None:
@@ -392,6 +402,19 @@ class Calls:
             fix="give it as a tensor, torch.tensor(value), if it changes often",
         )
 
+    def _warn_of_sizes(self) -> None:
+        """Warn, once, of sizes whose every value is compiled anew."""
+        fixed = self.variants.fixed
+        shapes = {x.shapes for x, n in self.variants.keys.items() if n in fixed}
+        if self.sizes and len(shapes) == _MANY and meeting.is_leader():
+            names = check_inputs.listed(size.text for size in self.sizes)
+            warn(
+                f"the graph was compiled for {_MANY} values of {names}, as it is for "
+                f"each other: {self.variants.refused}",
+                where=self.where,
+                fix="pad to a few sizes",
+            )
+
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
         """Return a variant that leaves sizes open, and the sizes that it holds for: an
         existing one if it holds for these sizes and its plan is kept, else a new one.
@@ -401,7 +424,9 @@ class Calls:
         sizes = [x for x in open_ if x.of(args) > 1]
         if not self.opens and sizes:
             self.variants.refused = "the request needs fixed sizes"
-        if not sizes or not self.opens or self.variants.refusals == _MOST_REFUSALS:
+        even = len(self.variants.fixed) >= _MOST_FIXED
+        refused = self.variants.refusals >= _MOST_REFUSALS + even
+        if not sizes or not self.opens or refused:
             return None
         mesh, replan = self.job.ranks.mesh, self.job.options.replan
         parts = mesh.count(batch_axes(mesh))
@@ -414,7 +439,8 @@ class Calls:
             rival = self.variants.ranges[held].plan
         while True:
             try:
-                return self._opened(args, sizes, units, plan, rival)
+                job = replace(self.job, recalled=plan, rival=rival, even=even)
+                return self._opened(args, sizes, units, job)
             except PlanStands:
                 return self.variants.run[held], self.variants.ranges[held]
             except OpenSizesRefused as error:
@@ -433,11 +459,10 @@ class Calls:
         args: Sequence[Any],
         sizes: Sequence[OpenSize],
         units: Mapping[str, int],
-        plan: Plan | None,
-        rival: Plan | None,
+        job: CompileJob,
     ) -> tuple[Callable[..., Any], SizeRange]:
-        """Compile a variant with ``sizes`` open, as multiples of ``units``, by ``plan``
-        if given. Raises PlanStands if ``rival`` is not to be replaced."""
+        """Compile a variant with ``sizes`` open, as multiples of ``units``. Raises
+        PlanStands if the rival of the job is not to be replaced."""
         gm = _torch.dynamo.copy_graph(self.gm)
         several = [x for x in sizes if x.of(args) > units.get(x.name, 1)]
         if not several:
@@ -445,8 +470,7 @@ class Calls:
         sizes = several
         named_inputs = self.job.named_inputs
         opened = open_program(gm, args, named_inputs, self.fed, sizes, units)
-        job = replace(self.job, named_inputs=opened.inputs, open=opened)
-        job = replace(job, recalled=plan, rival=rival)
+        job = replace(job, named_inputs=opened.inputs, open=opened)
         run = self.compile(job, opened.graph, opened.examples)
         self.variants.closed |= {size.name for size in run.sizes.fixed}
         self.variants.refused = ""

@@ -154,10 +154,11 @@ def _program(state: JointState) -> Program:
     keeps_gathered = not state.request.options.reshard_after_forward
     program = read(state.at_hints, state.request.as_planned)
     program = replace(program, keeps_gathered=keeps_gathered)
-    if state.request.pipeline is not None:
-        return split_evenly(program)
-    chooses_verbs = can_choose_schedule(state.request) and not state.open
-    return replace(program, balances=chooses_verbs)
+    request = state.request
+    if request.pipeline is not None or request.even:
+        program = split_evenly(program)
+    verbs = can_choose_schedule(request) and not state.open
+    return replace(program, balances=verbs and request.pipeline is None)
 
 
 def can_choose_schedule(request: Request) -> bool:
