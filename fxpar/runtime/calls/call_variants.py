@@ -409,8 +409,8 @@ class Calls:
         if self.sizes and len(shapes) == _MANY and meeting.is_leader():
             names = check_inputs.listed(size.text for size in self.sizes)
             warn(
-                f"the graph was compiled for {_MANY} values of {names}, and is for each "
-                f"new one: {self.variants.refused}",
+                f"the graph was compiled for {_MANY} values of {names}, and is for "
+                f"each new one: {self.variants.refused}",
                 where=self.where,
                 fix="pad to a few sizes",
             )
