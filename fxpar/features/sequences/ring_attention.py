@@ -19,7 +19,7 @@ The scheme is that of ring attention (Liu et al., arXiv 2310.01889).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.graph import collective_nodes
 from fxpar.graph.builder import Builder, joined, split
+from fxpar.graph.pipeline_ops import kind_of
 from fxpar.passes.lower import restrided
 from fxpar.sharding.cost.op import is_contraction
 from fxpar.sharding.op_facts import BIASES
@@ -146,6 +147,7 @@ class RingAttention:
         node, mesh = self.node, self.edit.mesh
         if any(collective_nodes.axes_of(g) != self.axes for g in self.gathers):
             raise refuse("overlap", node, "reads gathers along several sets of axes")
+        self._check_message(self.gathers)
         if mesh.count(self.axes) < 2:
             raise refuse("overlap", node, "has no neighbour to pass a part to")
         if chunks is not None or dim is not None or ring != 1:
@@ -161,6 +163,12 @@ class RingAttention:
             value = self.arguments[name].meta["val"]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
+
+    def _check_message(self, collectives: Iterable[fx.Node]) -> None:
+        """Raise ScheduleError if what travels together has several types, as where
+        keys are gathered as complex numbers and values as real ones."""
+        if len({kind_of(collective) for collective in collectives}) > 1:
+            raise refuse("overlap", self.node, "would send several types together")
 
     def run(self) -> list[fx.Node]:
         """Rewrite the graph. Return the nodes that the line gives."""
@@ -310,6 +318,7 @@ class RingAttention:
         sets, whole = range(self.form.sets), dict[Result, torch.Tensor]()
         ends = [self._reduced(len(sets) + i) for i in range(2)]
         scatters = [end.scatter for end in ends]
+        self._check_message(scatters)
         with self.edit.before(max([self.node, *scatters])) as build:
             ring, shards = self._ring(), self._shards(build)
             grad = self.arguments.get("grad_out", self.node.args[0])

@@ -251,6 +251,27 @@ def test_what_no_ring_does_is_refused(line: str) -> None:
     assert REFUSED[line] in str(caught.value)
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones_like(places), places)
+    ).flatten(-2)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_ring_of_several_types_is_refused(which: int) -> None:
+    """Keys of a complex rotary embedding are gathered as complex numbers."""
+    args = tensors()
+
+    def fn(q, k, v):
+        return causal(q, turned(k), v)
+
+    line = ring_lines(fn, *args)[which]
+    with pytest.raises(ScheduleError, match="several types"):
+        planned(fn, *args, schedule=line)
+
+
 def test_heads_instead_of_queries() -> None:
     """Two all-to-alls: Ulysses."""
     args = tensors()
