@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import FxparError
 from tests.helpers.spawn import ranks_of
-from tests.helpers.training import loop, whole
+from tests.helpers.training import loop, place_of, whole
 from tests.helpers.whole_steps import whole_steps
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("propagated")]
@@ -218,6 +218,42 @@ def test_updates_gather_what_rests_in_parts(mesh: str) -> None:
     want = straightened({})
     for got in ranks_of(mesh).run(straightened, options | {"microbatches": 2}):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+class WidensAfterTheCut(nn.Module):
+    """Its second stage computes with what arrives before it gathers a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+        self.second = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(torch.cat([x.tanh(), x.sin()], 1))
+
+
+def fed_in_parts(options: dict[str, Any]) -> list[torch.Tensor]:
+    """Gradients of a step of which each place along ``dp`` fed a part."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = WidensAfterTheCut().double(), torch.randn(8, 16).double()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+        place, places = place_of(options["mesh"])
+        x = x.chunk(places)[place]
+        model = torch.compile(model, backend="fxpar", options=options)
+    model(x).square().mean().backward()
+    return [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_places_are_compared_before_a_stage_waits_for_another() -> None:
+    options = {"mesh": "dp=2,pp=2", "codegen": "eager", "plan": "propagate"}
+    options |= {"inputs": "local", "timeout": 5.0}
+    want = fed_in_parts({})
+    for got in ranks_of("dp=2,pp=2").run(fed_in_parts, options):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def epochs(

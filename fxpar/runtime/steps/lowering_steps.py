@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 
 import torch
 from torch import fx
@@ -254,18 +253,20 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     if manual is None:
         return
     launched = [node for node in graph.nodes if _is_between_places(node, manual.axes)]
-    # Ranks at other stages run other programs, and meet those of their own stage.
-    if not launched and state.request.pipeline is None:
+    # Ranks of all stages meet, which run other programs: before any message, since one
+    # that waits to be met sends none.
+    staged = state.request.pipeline is not None
+    if not launched and not staged:
         return
     lines = [*state.at_rest, *crossings(graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
-    tensors = (x for n in launched for x in n.all_input_nodes)
-    inputs = graph.find_nodes(op="placeholder")
-    fed = (n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
-    operand = next(chain(tensors, fed))
-    calls = (n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(launched[0] if launched else next(calls)):
+    at = (
+        next(n for n in graph.nodes if n.op != "placeholder") if staged else launched[0]
+    )
+    inputs = graph.find_nodes(op="placeholder") if staged else at.all_input_nodes
+    operand = next(n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
+    with graph.inserting_before(at):
         call = graph.call_function(
             torch.ops.fxpar.compare_places.default,
             (
