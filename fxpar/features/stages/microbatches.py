@@ -70,10 +70,10 @@ def cut_microbatches(
     whole, graph = graph, _without_reshards(graph)
     program = whole_in_time(read(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
-    if not batch and not required:
-        return whole, ("the batch is not cut: no input holds one",)
     if not batch and any(v.shape[:1] == (1,) for v in plain_inputs(decision.program)):
         return whole, (f"microbatches={parts}: a batch of one row is not cut",)
+    if not batch and not required:
+        return whole, ("the batch is not cut: no input holds one",)
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",

@@ -325,6 +325,11 @@ def test_the_last_batch_may_have_one_row_or_none(
         assert plan.simulate(x)[0].shape == (0, WIDTH)
 
 
+def test_a_batch_of_one_row_is_not_said_to_be_none() -> None:
+    plan = fxpar.plan(mlp(), rows()[:1], mesh="pp=2", mode="propagate", grad=True)
+    assert any("a batch of one row" in note for note in plan.notes)
+
+
 def test_a_batch_that_stays_whole_has_its_reshards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
