@@ -21,6 +21,7 @@ from fxpar import _torch, compilation
 from fxpar.errors import FxparError
 from fxpar.graph import size_nodes
 from fxpar.graph.builder import Builder
+from fxpar.passes.order.delay_work import from_inputs
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches.program_identity import (
     lean_graph,
@@ -701,6 +702,21 @@ def test_sizes_that_a_collective_reads_are_not_held() -> None:
     _torch.inductor._hold_operands(module)
     holds = [n for n in module.graph.nodes if "hold" in str(n.target)]
     assert [n.all_input_nodes[0].name for n in holds] == [x.name]
+
+
+def test_all_ranks_cut_their_shards_from_inputs() -> None:
+    """The first begins at 0, others where arithmetic of sizes says."""
+    mode = _torch.fake.new_fake_mode(symbols=True)
+    rows, graph = _torch.symbols.new_symbol(mode, "s", 6), fx.Graph()
+    graph.placeholder("s").meta["val"] = rows
+    x = graph.placeholder("x")
+    with mode:
+        x.meta["val"] = torch.empty(2 * rows)
+    build = Builder(graph, mode)
+    ends = (0, rows), (rows, 2 * rows)
+    shards = [build.call(torch.ops.aten.slice.Tensor, x, 0, *each) for each in ends]
+    graph.output(shards)
+    assert {*shards} <= from_inputs(graph)
 
 
 def test_many_conditions_are_counted() -> None:

@@ -137,9 +137,10 @@ def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
 
 def is_cheap(node: fx.Node) -> bool:
     """Return whether an op only moves, reshapes or casts, so that it may be between a
-    joinable collective and an input or output of the graph."""
+    joinable collective and an input or output of the graph. Arithmetic of sizes is,
+    since ranks find their shards of an open size by more or less of it."""
     facts = op_facts_of(node.target)
-    return facts.moves or facts.reshapes or facts.casts
+    return facts.moves or facts.reshapes or facts.casts or is_arithmetic(node)
 
 
 BACKWARD = torch.ops.aten.convolution_backward.default
