@@ -20,6 +20,7 @@ from torch import fx
 from fxpar._fast.cpp_kernels import BEHIND_ALL, probe_in_background
 from fxpar._fast.switch import is_taken
 from fxpar._torch.checkpoints import GradModeRead
+from fxpar._torch.dynamo import not_compiled
 from fxpar._torch.fake import failures_unlogged, fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
@@ -495,7 +496,7 @@ def wrap_backward(
             functools.partial(plain, ctx, *gradients),
         )
 
-    function.backward = staticmethod(backward)
+    function.backward = staticmethod(not_compiled(backward))
     return function
 
 
@@ -504,7 +505,7 @@ def before_backward(outputs: Sequence[Any], do: Callable[[], None]) -> None:
     ``outputs``."""
     node = _backward_of(outputs)
     if node is not None:
-        node.register_prehook(lambda _: do())
+        node.register_prehook(not_compiled(lambda _: do()))
 
 
 def _backward_of(outputs: Sequence[Any]) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxpar._torch.dynamo import not_compiled
 from fxpar._torch.objects import memory_of, schema_of, thawed
 from fxpar.errors import ShardError
 
@@ -44,6 +45,12 @@ def has_mesh_in_operands(x: Any) -> bool:
     comes with its operands: not so for DTensors where (2.11) the mesh is kept with the
     code, whose process groups are those of the process that compiled it."""
     return not isinstance(x, DTensor) or "device_mesh" in x.__tensor_flatten__()[0]
+
+
+def _handle(op: Any, handler: Callable[..., Any]) -> None:
+    """Let DTensor call ``handler(op, args, kwargs)`` in place of an op. Dynamo would
+    compile it where code between graphs runs the op."""
+    _HANDLERS[op] = not_compiled(handler)
 
 
 @contextlib.contextmanager
@@ -105,7 +112,7 @@ def reduce_before_item() -> None:
         partial = any(placement.is_partial() for placement in x.placements)
         return op(x.full_tensor() if partial else x.to_local())
 
-    _HANDLERS[torch.ops.aten._local_scalar_dense.default] = item
+    _handle(torch.ops.aten._local_scalar_dense.default, item)
 
 
 def keep_nan_in_extremes() -> None:
@@ -148,7 +155,7 @@ def combine_with_plain_numbers() -> None:
 
     aten = torch.ops.aten
     for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
-        _HANDLERS[op] = combine
+        _handle(op, combine)
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:
@@ -161,7 +168,7 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
         x, order, dims, keepdim = (*args, *defaults[len(args) - 1 :])[:4]
         return norm(x, order, dims, keepdim, kwargs.get("dtype"))
 
-    _HANDLERS[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+    _handle(torch.ops.aten.linalg_vector_norm.default, vector_norm)
 
     def norms_of_list(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, order = (*args, 2.0)[:2]
@@ -171,7 +178,7 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
         with _left_to_dtensor(op):
             return op(*args, **kwargs)
 
-    _HANDLERS[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
+    _handle(torch.ops.aten._foreach_norm.Scalar, norms_of_list)
 
 
 class CopiedView(DTensor):
@@ -349,12 +356,13 @@ def serve_aliases(serve: Callable[..., Any], is_served: Callable[[Any], bool]) -
                 raise
             return serve(op, args, kwargs)
 
-    dispatcher.unwrap_to_op_info = unwrapped
-    dispatcher._propagate_op_sharding_dispatch_slow_path = propagated
+    dispatcher.unwrap_to_op_info = not_compiled(unwrapped)
+    dispatcher._propagate_op_sharding_dispatch_slow_path = not_compiled(propagated)
     torch._C._clear_DTensor_sharding_propagator_cache()
-    _HANDLERS[as_strided] = strided
+    _handle(as_strided, strided)
     for op in _ops_that_write_by_tensors():
-        _HANDLERS.setdefault(op, with_plain_tensors)
+        if op not in _HANDLERS:
+            _handle(op, with_plain_tensors)
 
 
 def _has_plain(args: Any, kwargs: Any) -> bool:
@@ -456,7 +464,8 @@ def on_set_data(
         else:
             inherited.__set__(x, y)
 
-    DTensor.data = property(read, write)  # type: ignore[assignment]
+    # Compiled by themselves, they would call themselves, or take parts for wholes.
+    DTensor.data = property(not_compiled(read), not_compiled(write))  # type: ignore[assignment]
 
 
 def count_writes(tensors: Sequence[Any]) -> None:

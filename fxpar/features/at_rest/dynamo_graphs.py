@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,15 +65,24 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
         for value in values:
             memory = _torch.objects.memory_of(value.meta["example_value"])
             parameters.setdefault(memory, value)
-    for node in gm.graph.nodes if parameters else ():
-        # ``x.data`` has a version counter of its own.
-        x = node.meta.get("example_value")
-        if not isinstance(x, torch.Tensor) or not _torch.objects.version_of(x):
-            continue
-        parameter = parameters.get(_torch.objects.memory_of(x))
+    for node in _written(gm.graph) if parameters else ():
+        memory = _torch.objects.memory_of(node.meta["example_value"])
+        parameter = parameters.get(memory)
         if parameter is not None:
             shape = f"of shape {list(parameter.meta['example_value'].shape)}"
             raise written_parameter(shape, user_line(next(iter(node.users), node)))
+
+
+def _written(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the tensors that a Dynamo graph writes to in place."""
+    for node in graph.nodes:
+        # ``x.data`` has a version counter of its own.
+        x = node.meta.get("example_value")
+        if isinstance(x, torch.Tensor) and _torch.objects.version_of(x):
+            yield node
+        # Fake tensors (torch 2.13) count no writes to lists.
+        if re.fullmatch("_(foreach|fused)_.*_", getattr(node.target, "__name__", "")):
+            yield from node.args[0]
 
 
 def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:

@@ -22,7 +22,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -62,9 +62,11 @@ class Home:
     # The last read of each parameter by eager code, until the forward ends: by the id
     # of the parameter, or by the graph that it leaves and its place there.
     reads: dict[Hashable, EagerRead] = field(default_factory=dict)
-    # The latest of them with its value, which the code may write to by ``.data``, and a
-    # copy.
-    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None = None
+    # The latest two of them, as one may be made into the other, each with its value,
+    # which the code may write to by ``.data``, and a copy.
+    latest: list[tuple[EagerRead, torch.Tensor, torch.Tensor]] = field(
+        default_factory=list
+    )
     # Names of parameters that the first graph to read them lays out as it uses them.
     movable: set[str] = field(default_factory=set)
     is_even: bool = True  # whether all shards of each parameter have equal shapes
@@ -155,21 +157,20 @@ def refuse_writes(home: Home, *, ends: bool = True) -> None:
     forward ends, and the values that it read are gone."""
     reads, latest = list(home.reads.values()), home.latest
     if ends:
-        home.reads, home.latest = {}, None
+        home.reads, home.latest = {}, []
     for read in reads:
         read.refuse_writes()
     _refuse_changes(latest)
 
 
 def _refuse_changes(
-    latest: tuple[EagerRead, torch.Tensor, torch.Tensor] | None,
+    latest: Sequence[tuple[EagerRead, torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Raise ShardError if eager code wrote to the latest value that it read by its
-    ``.data``, which counts no writes."""
-    if latest is not None:
-        read, value, copy = latest
+    """Raise ShardError if eager code wrote to one of the latest values that it read by
+    its ``.data``, which counts no writes."""
+    for read, value, before in latest:
         read.refuse_writes()
-        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (value, copy))
+        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (value, before))
         if not torch.equal(now, then):
             raise written_parameter(read.parameter, read.line)
 
@@ -178,14 +179,13 @@ def note_read(
     home: Home, key: Hashable, value: torch.Tensor, parameter: str, line: str
 ) -> None:
     """Record that eager code reads the ``value`` of a parameter. Raises ShardError if
-    it wrote to the value that it read of this parameter before, or to the one that it
+    it wrote to the value that it read of this parameter before, or to the two that it
     read last."""
-    latest, home.latest = home.latest, None
-    _refuse_changes(latest)
+    _refuse_changes(home.latest)
     if key in home.reads:
         home.reads.pop(key).refuse_writes()
     read = home.reads[key] = EagerRead.of(value, parameter, line)
-    home.latest = read, value, value.detach().clone()
+    home.latest = [*home.latest[-1:], (read, value, value.detach().clone())]
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:

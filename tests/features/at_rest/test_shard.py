@@ -124,6 +124,13 @@ class Rescaled(nn.Linear):
         return super().forward(x)
 
 
+class Grouped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([self.weight, self.bias], 0.5)
+        return super().forward(x)
+
+
 class Broken(nn.Linear):
     """Its parameters leave a graph and are read by the next."""
 
@@ -138,6 +145,38 @@ def written_in_the_forward(cls: type[nn.Linear], param_dtype: str | None) -> Non
     model = fxpar.shard(nn.Sequential(cls(8, 8)), mesh="dp=2")
     how = {"mesh": "dp=2", "codegen": "eager", "param_dtype": param_dtype}
     torch.compile(model, backend="fxpar", options=how)(torch.ones(4, 8))
+
+
+def averaged_by_data() -> None:
+    """The first of two values that uncompiled code has read is written."""
+
+    class Averaged(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight, bias = self.weight, self.bias
+            weight.data.mul_(bias.mean())
+            return x * self.bias
+
+    fxpar.shard(Averaged(8, 8), mesh="dp=2")(torch.ones(4, 8))
+
+
+def moved_across_a_break() -> None:
+    """Code between graphs that takes a parameter as its module holds it, a DTensor."""
+
+    class Decays(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.data = p.data * 0.5 + p.data.norm()
+            return super().forward(x)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Decays(8, 8), torch.ones(4, 8)
+    model = fxpar.shard(copy.deepcopy(plain), mesh="dp=2")
+    run = compiled(model, "dp=2")
+    for _ in range(2):
+        torch.testing.assert_close(run(x), plain(x))
+        torch.testing.assert_close(model.weight.full_tensor(), plain.weight)
 
 
 def read_by_data() -> None:
@@ -182,12 +221,15 @@ def test_a_parameter_that_the_forward_writes() -> None:
         pool.errors(written_in_the_forward, Halves, None),
         pool.errors(written_in_the_forward, Clamped, None),
         pool.errors(written_in_the_forward, Rescaled, "bfloat16"),
+        pool.errors(written_in_the_forward, Grouped, None),
+        pool.errors(averaged_by_data),
         pool.errors(renormalized_in_the_forward),
     ]
     for error in (error for errors in runs for error in errors):
         assert isinstance(error, ShardError) and words in str(error), repr(error)
     pool.run(read_by_data)
     pool.run(read_across_a_break)
+    pool.run(moved_across_a_break)
 
 
 def penalized(inputs: str) -> dict[str, torch.Tensor]:
