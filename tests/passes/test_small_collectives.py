@@ -75,6 +75,19 @@ def test_a_count_of_an_input_starts_first(sketch: Sketch) -> None:
     ]
 
 
+def test_a_count_starts_behind_all_inputs(sketch: Sketch) -> None:
+    """Ops with effects, as checks of solvers are, have a call between the inputs."""
+    zeros = sketch.call(aten.zeros, [4, 4])
+    x, labels = (sketch.input(4, 4) for _ in range(2))
+    y = sketch.call(aten.mm, x, x)
+    count = sketch.call(c10d.wait_tensor, counted(sketch, labels))
+    sketch.output(sketch.call(aten.maximum, y, count), zeros)
+    assert after(sketch, start_first) == [
+        *("zeros", "relu", "sum", "reduce", "mm", "wait", "maximum"),
+    ]
+    sketch.graph.lint()
+
+
 def test_not_of_what_work_made(sketch: Sketch) -> None:
     x, w = (sketch.input(4, 4) for _ in range(2))
     y = sketch.call(aten.mm, x, w)

@@ -343,7 +343,9 @@ def start_first(graph: fx.Graph) -> None:
         if size <= room:
             room -= size
             started.update(moved)
-    others = (n for n in graph.nodes if n.op != "placeholder" and n not in started)
+    # Tokens of ops with effects, such as checks of solvers, are made between inputs.
+    inputs = graph.find_nodes(op="placeholder")[-1:]
+    others = (n for n in graph.nodes if n not in started and all(n > x for x in inputs))
     first = next(others)  # the output at the latest
     for node in sorted(started):
         first.prepend(node)
