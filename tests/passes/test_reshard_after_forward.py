@@ -6,7 +6,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxpar.passes.order.forward_backward import regather, save_readers_of_recomputed
+from fxpar.passes.order.forward_backward import (
+    recompute_views_of_inputs,
+    regather,
+    save_readers_of_recomputed,
+)
 
 aten = torch.ops.aten
 
@@ -58,3 +62,19 @@ def test_what_the_user_recomputes_stays_so() -> None:
     save_readers_of_recomputed(graph)
     recomputed = RECOMPUTED | {"sum": CheckpointPolicy.MUST_RECOMPUTE}
     assert tags(nodes) == recomputed | {"after": CheckpointPolicy.MUST_SAVE}
+
+
+def test_views_of_inputs_are_recomputed() -> None:
+    """Of copies too, which Inductor leaves out; a copy stays as it is."""
+    graph = fx.Graph()
+    primal = graph.placeholder("primals_1")
+    copy = graph.call_function(aten.clone.default, (primal,))
+    views = [graph.call_function(aten.t.default, (x,)) for x in (primal, copy)]
+    other = graph.call_function(
+        aten.t.default, (graph.call_function(aten.exp, (copy,)),)
+    )
+    graph.output((*views, other))
+    recompute_views_of_inputs(graph)
+    nodes = {node.name: node for node in graph.nodes}
+    want = dict.fromkeys((x.name for x in views), CheckpointPolicy.MUST_RECOMPUTE)
+    assert tags(nodes) == want

@@ -148,3 +148,32 @@ def test_a_parameter_that_is_written_before_a_backward(layer: int) -> None:
             torch.testing.assert_close(x, (y or before) if x else [])
         assert got[1] and got[3]
         assert [not x for x in want] == [layer == 2, False] * 2
+
+
+def read_as_a_view() -> list[str]:
+    """What a backward raises, of which Inductor's forward could save a view of an
+    input, or of a copy of it that Inductor leaves out, if that is written between."""
+    raised = []
+    for copy in (torch.Tensor.detach, torch.clone):
+        torch._dynamo.reset()
+        model, weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 16))
+
+        @torch.compile(backend="fxpar", options={"mesh": "dp=2"})
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return (model(x) @ copy(weight)).square().sum()  # noqa: B023
+
+        loss = loss_of(torch.ones(4, 8))
+        with torch.no_grad():
+            weight.mul_(0.5)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_an_input_that_is_written_before_a_backward() -> None:
+    """The backward reads no value that was written since its forward."""
+    for raised in shared_pool(2).run(read_as_a_view):
+        assert len(raised) == 2
+        assert all("modified by an inplace operation" in text for text in raised)

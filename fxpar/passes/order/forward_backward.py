@@ -7,7 +7,7 @@ recomputed in the backward, and ``schedule`` has run on both. It is for
 ``sharding.cost.recompute`` chooses what is recomputed. ``Orders`` says which settings
 give one order. Never: the given graph changes.
 
-``tag`` tags a graph for AOTAutograd's partitioner, in place, by two functions:
+``tag`` tags a graph for AOTAutograd's partitioner, in place, by three functions:
 
 ``regather``: values that are gathered from parameters at rest, and computed from
 nothing else, are recomputed, so that the partitioner saves this rank's shard for the
@@ -19,6 +19,8 @@ shards, or the ranks' inputs, have different sizes one rank could recompute a co
 whose result another saved, and wait for it forever; so nodes that read recomputed
 values in the forward are saved: recomputed are only values that the backward itself
 reads, on all ranks.
+
+``recompute_views_of_inputs``: inputs are saved in place of their views.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,6 +45,7 @@ from fxpar.passes.order.order_collectives import (
     gathers_started,
     schedule,
 )
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents, phase_of
 
@@ -54,6 +58,7 @@ def tag(graph: fx.Graph, *, keep_gathered: bool, save_readers: bool) -> None:
         regather(graph)
     if save_readers:
         save_readers_of_recomputed(graph)
+    recompute_views_of_inputs(graph)
 
 
 def save_readers_of_recomputed(graph: fx.Graph) -> None:
@@ -80,6 +85,20 @@ def regather(graph: fx.Graph) -> None:
             tagged.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = REGATHERED
+
+
+def recompute_views_of_inputs(graph: fx.Graph) -> None:
+    """Tag views of inputs to be recomputed, in place, so that inputs are saved: views
+    that Inductor returns (torch 2.13) count no writes, so that a backward would read
+    what was written to an input since its forward."""
+    shown = set(graph.find_nodes(op="placeholder"))
+    for node in graph.nodes:
+        is_copy = node.target is torch.ops.aten.clone.default  # Inductor drops it
+        if (is_copy or is_view(node)) and shown.issuperset(node.all_input_nodes[:1]):
+            shown.add(node)
+            if not is_copy:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                node.meta.setdefault("ac_graph_id", REGATHERED)
 
 
 @dataclass(frozen=True)
