@@ -261,10 +261,10 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     lines = [*state.at_rest, *crossings(graph, even=state.even, among=launched)]
     where = next(filter(None, map(user_line, graph.nodes)), "")
     what = f"the {state.which} of the graph at {where}" if where else state.which
-    at = (
-        next(n for n in graph.nodes if n.op != "placeholder") if staged else launched[0]
+    inputs = (
+        graph.find_nodes(op="placeholder") if staged else launched[0].all_input_nodes
     )
-    inputs = graph.find_nodes(op="placeholder") if staged else at.all_input_nodes
+    at = inputs[-1].next if staged else launched[0]
     operand = next(n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
     with graph.inserting_before(at):
         call = graph.call_function(
