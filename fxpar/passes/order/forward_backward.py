@@ -98,7 +98,6 @@ def recompute_views_of_inputs(graph: fx.Graph) -> None:
             shown.add(node)
             if not is_copy:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta.setdefault("ac_graph_id", REGATHERED)
 
 
 @dataclass(frozen=True)
