@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fxpar
 from fxpar import pipeline
 from fxpar.errors import PlanError, RankMismatchError
 from tests.helpers.patience import given_up
@@ -270,6 +271,20 @@ def test_other_options_on_one_rank(name: str, value: str, default: str) -> None:
         values = f"FXPAR_{name} is {default!r} on rank 0, {value!r} on rank 1"
         assert f"options differ between ranks:\n  {values}\n" in first[1]
         assert after[0] == "", runs
+
+
+def shards_alone() -> tuple[str, str, float]:
+    """Rank 1 alone shards its model."""
+    torch._dynamo.reset()
+    if rank():
+        return said(fxpar.shard, model_of(), "dp=2")
+    return said(compiled(model_of()), torch.ones(4, 4))
+
+
+def test_sharding_on_one_rank_is_named() -> None:
+    for kind, text, _ in shared_pool(2).run(shards_alone, timeout=60.0):
+        assert kind == "RankMismatchError"
+        assert "rank 1 is at 'options of fxpar.shard or a first call'" in text
 
 
 def has_own_reports() -> str:

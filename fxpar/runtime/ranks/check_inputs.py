@@ -398,7 +398,7 @@ def check_options(text: str, what: str) -> None:
     """Raise RankMismatchError on all ranks, which call this together, if one has
     another ``options_text``. ``what``: what this rank is about to do, in words."""
     own = {"options": json.loads(text), "what": what}
-    every = meeting.gather_data("options", own)
+    every = meeting.gather_data("options of fxpar.shard or a first call", own)
     lines = []
     for name in dict.fromkeys(name for each in every for name in each["options"]):
         ranks_of: dict[str, list[int]] = {}
