@@ -181,6 +181,21 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
     _handle(torch.ops.aten._foreach_norm.Scalar, norms_of_list)
 
 
+def find_overflows_of_all() -> None:
+    """Let ``GradScaler`` find what is not finite in any part of any gradient, where
+    torch 2.13 asks only ranks that hold parts of the first of them."""
+    unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    inherited = _HANDLERS[unscale_op]
+
+    def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inherited(op, args, kwargs)
+        found, mesh = args[1], args[0][0].device_mesh
+        anywhere = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim)
+        found.copy_(anywhere.full_tensor())
+
+    _HANDLERS[unscale_op] = unscale
+
+
 class CopiedView(DTensor):
     """Is a view of a DTensor with which no local tensor of its own shares memory, as
     one row of a tensor that is split by rows: it is computed whenever it is read."""

@@ -59,6 +59,7 @@ def serve_parts() -> None:
     _torch.dtensor.reduce_before_item()
     _torch.dtensor.keep_nan_in_extremes()
     _torch.dtensor.reduce_norms(norm)
+    _torch.dtensor.find_overflows_of_all()
     _torch.dtensor.combine_with_plain_numbers()
     _torch.dtensor.serve_aliases(_on_global_values, has_device_mesh)
     _torch.dtensor.on_set_data(_part_to_hold, has_device_mesh)

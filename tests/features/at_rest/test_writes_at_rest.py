@@ -317,6 +317,23 @@ def test_rows_of_gradients_and_of_optimizer_state() -> None:
         assert far < 1e-12
 
 
+def scale_after_an_overflow() -> float:
+    """Rank 0 alone holds it, of a gradient after one that every rank holds whole."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    whole, split = (lone((rows,), "dp=2", (None,))[1] for rows in (3, 4))
+    assert whole.to_local().shape == (3,) and split.to_local().shape == (2,)
+    whole.grad, split.grad = whole.detach().clone(), split.detach().clone()
+    split.grad[0] = torch.inf
+    scaler.step(torch.optim.SGD([whole, split]))
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_an_overflow_in_the_part_of_one_rank() -> None:
+    assert ranks_of("dp=2").run(scale_after_an_overflow) == [1.0, 1.0]
+
+
 def in_inference_mode() -> float:
     plain, w = lone((6, 8), "dp=2", (None, None))
     for x in (plain, w):
