@@ -86,13 +86,13 @@ def shard(
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
     """
-    model = getattr(model, "_orig_mod", model)
+    given, model = model, getattr(model, "_orig_mod", model)
     _refuse(model)
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
     ranks = join(options).whole
     if ranks.mesh.size == 1:
-        return model
+        return given
     check_options(options_text(options, ranks), "fxpar.shard")
     measure_first(options)
     all_hints = load(hints if hints is not None else options.hints)
@@ -128,7 +128,7 @@ def shard(
     # Hints on some parameters fix the layout of all.
     is_default = sample is None and all(not x.hint for x in layouts.values())
     swap_parameters(model, ranks, layouts, movable=is_default)
-    return model
+    return given
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -237,6 +237,14 @@ def _uses(
 ) -> tuple[Ranks, Uses]:
     """Return the ranks, on a mesh that may be chosen here, and the spec in which the
     planner would use each parameter in the sample's call."""
+    match sample:
+        case [list() | tuple(), Mapping()]:
+            pass
+        case _:
+            raise ShardError(
+                "the sample is not the pair (args, kwargs) of a call",
+                fix="for a call model(x, y=z) pass sample=((x,), {'y': z})",
+            )
     if any(p.is_meta for p in model.parameters()):
         leaves, tree = _torch.fake.tree_flatten(sample)
         sample = _torch.fake.tree_unflatten(

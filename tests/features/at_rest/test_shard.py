@@ -680,7 +680,30 @@ def test_one_process_changes_nothing() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def compiled_before() -> None:
+    model = made()
+    run = compiled(model, "dp=2")
+    assert fxpar.shard(run, mesh="dp=2") is run and is_sharded(model)
+    before = len(fxpar.plans())
+    torch.testing.assert_close(run(ids()), model(ids()))
+    assert len(fxpar.plans()) == before + 1
+
+
+@multiprocess
+def test_a_model_compiled_before_stays_compiled() -> None:
+    everywhere(compiled_before, ranks=2)
+
+
 # What is refused
+
+
+def a_sample_without_keywords() -> None:
+    fxpar.shard(made(), mesh="dp=2", sample=(ids(),))  # type: ignore[arg-type]
+
+
+@multiprocess
+def test_a_sample_that_is_no_call() -> None:
+    refused(a_sample_without_keywords, ShardError, "(args, kwargs)", ranks=2)
 
 
 def after_an_optimizer() -> None:
