@@ -250,6 +250,9 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
             refuse_writes(self.__dict__[HOME])
         return results
 
+    # By its code Dynamo names a function, and counts how often it was compiled.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_qualname=own.__qualname__)
     return forward
 
 

@@ -694,6 +694,19 @@ def test_a_model_compiled_before_stays_compiled() -> None:
     everywhere(compiled_before, ranks=2)
 
 
+def code_of_two_classes() -> tuple[list[str], bool]:
+    """By which Dynamo names what it compiles, and counts how often it did."""
+    first, second = (fxpar.shard(x, mesh="dp=2") for x in (made(), nn.Linear(8, 8)))
+    codes = [type(x).forward.__code__ for x in (first, second)]
+    return [code.co_qualname for code in codes], codes[0] is codes[1]
+
+
+@multiprocess
+def test_each_sharded_class_has_code_of_its_own() -> None:
+    for names, is_one in shared_pool(4).run(code_of_two_classes, ranks=2):
+        assert names == ["Model.forward", "Linear.forward"] and not is_one
+
+
 # What is refused
 
 
