@@ -185,7 +185,9 @@ def find_overflows_of_all() -> None:
     """Let ``GradScaler`` find what is not finite in any part of any gradient, where
     torch 2.13 asks only ranks that hold parts of the first of them."""
     unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    inherited = _HANDLERS[unscale_op]
+    inherited = _HANDLERS.get(unscale_op)
+    if inherited is None:
+        return
 
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inherited(op, args, kwargs)
@@ -193,7 +195,7 @@ def find_overflows_of_all() -> None:
         anywhere = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim)
         found.copy_(anywhere.full_tensor())
 
-    _HANDLERS[unscale_op] = unscale
+    _handle(unscale_op, unscale)
 
 
 class CopiedView(DTensor):
