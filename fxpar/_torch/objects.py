@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,27 @@ def memory_of(x: torch.Tensor) -> int:
     """Return a number for the memory of a tensor, real or fake, valid while that
     lives."""
     return int(x.untyped_storage()._cdata)
+
+
+def overlaps(xs: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """Return key, offset and strides of each tensor that has elements in a range of
+    memory that one of the others has elements in."""
+    spans: dict[int, list[tuple[Any, Any, int]]] = {}
+    for i, x in xs.items():
+        if x.layout == torch.strided and x.numel():
+            dims = zip(x.shape, x.stride(), strict=True)
+            last = sum((n - 1) * step for n, step in dims)
+            begin = x.storage_offset() * x.itemsize
+            span = (begin, begin + (last + 1) * x.itemsize, i)
+            spans.setdefault(memory_of(x), []).append(span)
+    shared = {
+        i
+        for group in spans.values()
+        for a, b in itertools.combinations(group, 2)
+        if a[0] < b[1] and b[0] < a[1]
+        for i in (a[2], b[2])
+    }
+    return tuple((i, xs[i].storage_offset(), xs[i].stride()) for i in sorted(shared))
 
 
 def memory_uses(x: torch.Tensor) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.config import Options
@@ -40,6 +39,7 @@ from fxpar.runtime.calls.open_sizes import (
     PlanStands,
     SizeRange,
     Sizes,
+    is_strided,
     open_program,
     open_sizes,
 )
@@ -169,7 +169,10 @@ class Variants:
     def in_range(self, sizes: Sizes, *, far: bool = True) -> int:
         """Return the number of the variant with open sizes that holds for ``sizes``,
         the one planned for the nearest sizes. 0 if none does, or, unless ``far``, if
-        some size differs from the planned one by TWICE or more."""
+        some size differs from the planned one by TWICE or more, or if inputs share
+        memory."""
+        if sizes.shared:
+            return 0
         hold = {
             number
             for number in set(self.planned_for.values())
@@ -184,12 +187,6 @@ class Variants:
         ]
         distance, number = min(distances, default=(math.inf, 0))
         return number if far or distance < TWICE else 0
-
-
-def is_strided(x: Any) -> bool:
-    """Return whether a value is a tensor with strides, and not a DTensor."""
-    strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
-    return strided and not isinstance(x, DTensor)
 
 
 # After so many programs that differ in sizes alone, or in numbers of Python, a warning
@@ -294,9 +291,8 @@ class Calls:
 
     def _asked(self, sizes: Sizes) -> str:
         """Return, as JSON, the program, options and sizes that all ranks must share."""
-        return _as_text(
-            [self.identity, self.options_digest, sizes.shapes, sizes.numbers]
-        )
+        fed = sizes.shapes, sizes.numbers, sizes.shared
+        return _as_text([self.identity, self.options_digest, *fed])
 
     def _variant_for(
         self,
@@ -343,7 +339,7 @@ class Calls:
             self._refuse_others(sizes)
         every = [
             Sizes(tuple(map(tuple, shapes)), tuple(numbers))
-            for shapes, numbers in zip(*fed, strict=True)
+            for shapes, numbers, _ in zip(*fed, strict=True)
         ]
         self.fed.require_same(every)
         meeting.agree("a call", own, what="the call")
@@ -426,7 +422,8 @@ class Calls:
             self.variants.refused = "the request needs fixed sizes"
         even = len(self.variants.fixed) >= _MOST_FIXED
         refused = self.variants.refusals >= _MOST_REFUSALS + even
-        if not sizes or not self.opens or refused:
+        given = self.fed.sizes(args)
+        if not sizes or not self.opens or refused or given.shared:
             return None
         mesh, replan = self.job.ranks.mesh, self.job.options.replan
         parts = mesh.count(batch_axes(mesh))
@@ -434,7 +431,7 @@ class Calls:
             size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
         }
         plan = rival = None
-        held = self.variants.in_range(self.fed.sizes(args))
+        held = self.variants.in_range(given)
         if held and replan is not None:
             rival = self.variants.ranges[held].plan
         while True:
@@ -491,7 +488,7 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     """Raise RankMismatchError on all ranks if their options differ at a first call.
     In local mode all ranks meet at that call alone."""
     text = options_text(options, ranks)
-    call_text = _as_text(["", digest(text), (), ()])
+    call_text = _as_text(["", digest(text), (), (), ()])
     words = meet(CALL, f"{_head(call_text, 0, fresh=True)}\t", what)
     if len({word.split(" ")[0] for word in words}) > 1:
         _, every, *_ = _gathered(call_text)
@@ -510,8 +507,8 @@ def _head(call_text: str, last: int, *, fresh: bool) -> str:
 
 
 def _gathered(call_text: str) -> list[tuple[Any, ...]]:
-    """Gather ``call_text`` of all ranks, and return four tuples with an entry for each
-    rank: digests of programs, digests of options, shapes, and numbers."""
+    """Gather ``call_text`` of all ranks, and return tuples with an entry for each rank:
+    digests of programs, digests of options, and each field of ``Sizes``."""
     every = meeting.gather("a call in full", call_text)
     return list(zip(*map(json.loads, every), strict=True))
 
