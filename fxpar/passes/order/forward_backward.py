@@ -91,11 +91,11 @@ def recompute_views_of_inputs(graph: fx.Graph) -> None:
     """Tag views of inputs to be recomputed, in place, so that inputs are saved: views
     that Inductor returns (torch 2.13) count no writes, so that a backward would read
     what was written to an input since its forward."""
-    shown = set(graph.find_nodes(op="placeholder"))
+    views = set(graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         is_copy = node.target is torch.ops.aten.clone.default  # Inductor drops it
-        if (is_copy or is_view(node)) and shown.issuperset(node.all_input_nodes[:1]):
-            shown.add(node)
+        if (is_copy or is_view(node)) and views.issuperset(node.all_input_nodes[:1]):
+            views.add(node)
             if not is_copy:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
