@@ -191,9 +191,9 @@ def find_overflows_of_all() -> None:
 
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inherited(op, args, kwargs)
-        found, mesh = args[1], args[0][0].device_mesh
-        anywhere = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim)
-        found.copy_(anywhere.full_tensor())
+        overflow, mesh = args[1], args[0][0].device_mesh
+        anywhere = DTensor.from_local(overflow, mesh, [Partial("max")] * mesh.ndim)
+        overflow.copy_(anywhere.full_tensor())
 
     _handle(unscale_op, unscale)
 

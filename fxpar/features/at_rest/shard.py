@@ -86,13 +86,13 @@ def shard(
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
     """
-    given, model = model, getattr(model, "_orig_mod", model)
+    result, model = model, getattr(model, "_orig_mod", model)
     _refuse(model)
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
     ranks = join(options).whole
     if ranks.mesh.size == 1:
-        return given
+        return result
     check_options(options_text(options, ranks), "fxpar.shard")
     measure_first(options)
     all_hints = load(hints if hints is not None else options.hints)
@@ -128,7 +128,7 @@ def shard(
     # Hints on some parameters fix the layout of all.
     is_default = sample is None and all(not x.hint for x in layouts.values())
     swap_parameters(model, ranks, layouts, movable=is_default)
-    return given
+    return result
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -422,8 +422,8 @@ class Calls:
             self.variants.refused = "the request needs fixed sizes"
         even = len(self.variants.fixed) >= _MOST_FIXED
         refused = self.variants.refusals >= _MOST_REFUSALS + even
-        given = self.fed.sizes(args)
-        if not sizes or not self.opens or refused or given.shared:
+        call_sizes = self.fed.sizes(args)
+        if not sizes or not self.opens or refused or call_sizes.shared:
             return None
         mesh, replan = self.job.ranks.mesh, self.job.options.replan
         parts = mesh.count(batch_axes(mesh))
@@ -431,7 +431,7 @@ class Calls:
             size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
         }
         plan = rival = None
-        held = self.variants.in_range(given)
+        held = self.variants.in_range(call_sizes)
         if held and replan is not None:
             rival = self.variants.ranges[held].plan
         while True:
