@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,32 +87,6 @@ def memory_of(x: torch.Tensor) -> int:
     """Return a number for the memory of a tensor, real or fake, valid while that
     lives."""
     return int(x.untyped_storage()._cdata)
-
-
-def overlaps(xs: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
-    """Return key, offset and strides of each tensor that has elements in a range of
-    memory that one of the others has elements in."""
-    by_memory: dict[int, list[int]] = {}
-    for i, x in xs.items():
-        if x.layout == torch.strided:
-            by_memory.setdefault(memory_of(x), []).append(i)
-    pairs = (itertools.combinations(group, 2) for group in by_memory.values())
-    shared = {i for pair in itertools.chain(*pairs) if _meet(xs, pair) for i in pair}
-    return tuple((i, xs[i].storage_offset(), xs[i].stride()) for i in sorted(shared))
-
-
-def _meet(xs: Mapping[int, torch.Tensor], pair: tuple[int, int]) -> bool:
-    """Return whether the ranges of two tensors in one memory have a common byte."""
-    begins, ends = zip(*map(_bytes_between, map(xs.__getitem__, pair)), strict=True)
-    return bool(max(begins) < min(ends))
-
-
-def _bytes_between(x: torch.Tensor) -> tuple[Any, Any]:
-    """Return where a tensor begins in its memory, and where it ends."""
-    begin = x.storage_offset() * x.itemsize
-    dims = zip(x.shape, x.stride(), strict=True)
-    size = 1 + sum((n - 1) * step for n, step in dims) if x.numel() else 0
-    return begin, begin + size * x.itemsize
 
 
 def memory_uses(x: torch.Tensor) -> int:

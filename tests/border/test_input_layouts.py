@@ -116,35 +116,3 @@ def test_inputs_are_copied_where_they_must_be(place: str) -> None:
     assert (seen[0] is x) == (place not in ("wide", "repeated"))
     if seen[0] is not x:
         assert seen[0].stride() == strides
-
-
-def doubled(part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    part.mul_(2)
-    return x.sum(0) + (x @ x.T).sum()
-
-
-def of_shared_memory(codegen: str) -> list[float]:
-    """By how much results of a function that writes to an input differ, and what it
-    wrote, where that input is a part of the other one at some calls."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    options = {"mesh": "dp=2", "codegen": codegen}
-    run = torch.compile(doubled, backend="fxpar", options=options)
-    out = []
-    for rows, is_part in [(64, 0), (64, 1), (48, 1), (40, 0), (48, 0), (64, 1)]:
-        x = torch.randn(rows, 32, dtype=torch.float64)
-        other = torch.randn(8, 32, dtype=torch.float64)
-        mine = x.clone()
-        result = run(mine[4:12] if is_part else other.clone(), mine)
-        want = doubled(x[4:12] if is_part else other, x)
-        out += [float((result - want).abs().max()), float((mine - x).abs().max())]
-    return out
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_a_write_is_seen_by_the_inputs_that_share_memory(codegen: str) -> None:
-    for apart in shared_pool(2).run(of_shared_memory, codegen):
-        assert max(apart) < 1e-9

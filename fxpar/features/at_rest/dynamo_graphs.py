@@ -81,8 +81,9 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
         if isinstance(x, torch.Tensor) and _torch.objects.version_of(x):
             yield node
         # Fake tensors (torch 2.13) count no writes to lists.
-        if re.fullmatch("_(foreach|fused)_.*_", getattr(node.target, "__name__", "")):
-            yield from node.args[0]
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        if re.fullmatch("_(foreach|fused)_.*_", name):
+            yield from node.args[0] if node.args else node.kwargs["self"]
 
 
 def compare_parameters(gm: fx.GraphModule) -> Callable[[Calling], Calling]:

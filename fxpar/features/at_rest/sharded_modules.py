@@ -181,11 +181,12 @@ def note_read(
     """Record that eager code reads the ``value`` of a parameter. Raises ShardError if
     it wrote to the value that it read of this parameter before, or to the two that it
     read last."""
-    _refuse_changes(home.latest)
+    latest, home.latest = home.latest, []
+    _refuse_changes(latest)
     if key in home.reads:
         home.reads.pop(key).refuse_writes()
     read = home.reads[key] = EagerRead.of(value, parameter, line)
-    home.latest = [*home.latest[-1:], (read, value, value.detach().clone())]
+    home.latest = [*latest[-1:], (read, value, value.detach().clone())]
 
 
 def written_parameter(parameter: str, line: str | None) -> ShardError:

@@ -60,7 +60,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
             (not request.options.reshard_after_forward, sorted(request.options.disable))
         ),
         repr(request.microbatches),
-        repr((sorted(program.reduce_here), program.balances)),
+        repr((sorted(program.reduce_here), program.balances, program.even)),
         *lines_of(graph),
         repr([value.shape for value in program.values]),
         *_rules(program),

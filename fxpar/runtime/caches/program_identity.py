@@ -426,9 +426,6 @@ def fixed_content(
             lines.append(repr(x))
         else:
             return None
-    tensors = {i: x for i, x in enumerate(examples) if isinstance(x, torch.Tensor)}
-    tensors = {i: x for i, x in tensors.items() if not _torch.symbols.is_open(x)}
-    lines.append(f"shared {_torch.objects.overlaps(tensors)}")
     text = "\n".join(lines)
     return None if " at 0x" in text else text
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.config import Options
@@ -39,7 +40,6 @@ from fxpar.runtime.calls.open_sizes import (
     PlanStands,
     SizeRange,
     Sizes,
-    is_strided,
     open_program,
     open_sizes,
 )
@@ -169,10 +169,7 @@ class Variants:
     def in_range(self, sizes: Sizes, *, far: bool = True) -> int:
         """Return the number of the variant with open sizes that holds for ``sizes``,
         the one planned for the nearest sizes. 0 if none does, or, unless ``far``, if
-        some size differs from the planned one by TWICE or more, or if inputs share
-        memory."""
-        if sizes.shared:
-            return 0
+        some size differs from the planned one by TWICE or more."""
         hold = {
             number
             for number in set(self.planned_for.values())
@@ -187,6 +184,12 @@ class Variants:
         ]
         distance, number = min(distances, default=(math.inf, 0))
         return number if far or distance < TWICE else 0
+
+
+def is_strided(x: Any) -> bool:
+    """Return whether a value is a tensor with strides, and not a DTensor."""
+    strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
+    return strided and not isinstance(x, DTensor)
 
 
 # After so many programs that differ in sizes alone, or in numbers of Python, a warning
@@ -291,8 +294,9 @@ class Calls:
 
     def _asked(self, sizes: Sizes) -> str:
         """Return, as JSON, the program, options and sizes that all ranks must share."""
-        fed = sizes.shapes, sizes.numbers, sizes.shared
-        return _as_text([self.identity, self.options_digest, *fed])
+        return _as_text(
+            [self.identity, self.options_digest, sizes.shapes, sizes.numbers]
+        )
 
     def _variant_for(
         self,
@@ -339,7 +343,7 @@ class Calls:
             self._refuse_others(sizes)
         every = [
             Sizes(tuple(map(tuple, shapes)), tuple(numbers))
-            for shapes, numbers, _ in zip(*fed, strict=True)
+            for shapes, numbers in zip(*fed, strict=True)
         ]
         self.fed.require_same(every)
         meeting.agree("a call", own, what="the call")
@@ -402,7 +406,7 @@ class Calls:
         """Warn, once, of sizes whose every value is compiled anew."""
         fixed = self.variants.fixed
         shapes = {x.shapes for x, n in self.variants.keys.items() if n in fixed}
-        if self.sizes and len(shapes) == _MANY and meeting.is_leader():
+        if self.variants.refused and len(shapes) == _MANY and meeting.is_leader():
             names = check_inputs.listed(size.text for size in self.sizes)
             warn(
                 f"the graph was compiled for {_MANY} values of {names}, and is for "
@@ -420,10 +424,9 @@ class Calls:
         sizes = [x for x in open_ if x.of(args) > 1]
         if not self.opens and sizes:
             self.variants.refused = "the request needs fixed sizes"
-        even = len(self.variants.fixed) >= _MOST_FIXED
-        refused = self.variants.refusals >= _MOST_REFUSALS + even
-        call_sizes = self.fed.sizes(args)
-        if not sizes or not self.opens or refused or call_sizes.shared:
+        refusals = self.variants.refusals
+        even = refusals >= _MOST_REFUSALS and len(self.variants.fixed) >= _MOST_FIXED
+        if not sizes or not self.opens or refusals >= _MOST_REFUSALS + even:
             return None
         mesh, replan = self.job.ranks.mesh, self.job.options.replan
         parts = mesh.count(batch_axes(mesh))
@@ -431,7 +434,7 @@ class Calls:
             size.name: math.gcd(size.of(args), parts) for size in sizes if size.dim == 0
         }
         plan = rival = None
-        held = self.variants.in_range(call_sizes)
+        held = self.variants.in_range(self.fed.sizes(args))
         if held and replan is not None:
             rival = self.variants.ranges[held].plan
         while True:
@@ -488,7 +491,7 @@ def meet_first(options: Options, ranks: Ranks, what: str) -> None:
     """Raise RankMismatchError on all ranks if their options differ at a first call.
     In local mode all ranks meet at that call alone."""
     text = options_text(options, ranks)
-    call_text = _as_text(["", digest(text), (), (), ()])
+    call_text = _as_text(["", digest(text), (), ()])
     words = meet(CALL, f"{_head(call_text, 0, fresh=True)}\t", what)
     if len({word.split(" ")[0] for word in words}) > 1:
         _, every, *_ = _gathered(call_text)
@@ -507,8 +510,8 @@ def _head(call_text: str, last: int, *, fresh: bool) -> str:
 
 
 def _gathered(call_text: str) -> list[tuple[Any, ...]]:
-    """Gather ``call_text`` of all ranks, and return tuples with an entry for each rank:
-    digests of programs, digests of options, and each field of ``Sizes``."""
+    """Gather ``call_text`` of all ranks, and return four tuples with an entry for each
+    rank: digests of programs, digests of options, shapes, and numbers."""
     every = meeting.gather("a call in full", call_text)
     return list(zip(*map(json.loads, every), strict=True))
 

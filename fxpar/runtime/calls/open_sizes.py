@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar._torch.dynamo import example_of
@@ -43,9 +42,6 @@ class Sizes:
     shapes: Shapes
     # Values of the inputs at ``Fed.numbers``.
     numbers: tuple[Any, ...]
-    # Inputs in the same memory (``overlaps``), of a graph that writes to inputs: which
-    # of them a write changes is part of its program.
-    shared: tuple[tuple[Any, ...], ...] = ()
 
     def distance(self, other: Sizes) -> float:
         """Return the largest ratio, at least 1, between a size and the same size of
@@ -62,12 +58,6 @@ class Sizes:
                     small, large = sorted((abs(a), abs(b)))
                     most = max(most, large / small if small else math.inf)
         return most
-
-
-def is_strided(x: Any) -> bool:
-    """Return whether a value is a tensor with strides, and not a DTensor."""
-    strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
-    return strided and not isinstance(x, DTensor)
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -97,11 +87,6 @@ class Fed:
                 or any(isinstance(size, torch.SymInt) for size in value.shape)
             ):
                 self.tensors.append(i)
-        tensors = {i: x for i, x in enumerate(values) if is_strided(x)}
-        written = {i for i, x in tensors.items() if _torch.objects.version_of(x)}
-        fed = {i for i in self.tensors if i in tensors}
-        # Those that may share memory with one that is written.
-        self.near_writes = sorted(written | fed) if written else []
         sizes = {
             str(size): (i, dim)
             for size, i, dim in reversed(_places(values))
@@ -116,7 +101,6 @@ class Fed:
         return Sizes(
             tuple(tuple(args[i].shape) for i in self.tensors),
             tuple(args[i] for i in self.numbers),
-            _torch.objects.overlaps({i: args[i] for i in self.near_writes}),
         )
 
     def require_same(self, key: Sequence[Sizes]) -> None:

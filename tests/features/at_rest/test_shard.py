@@ -131,6 +131,20 @@ class Grouped(nn.Linear):
         return super().forward(x)
 
 
+class GroupedByName(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_(self=[self.weight, self.bias], scalar=0.5)
+        return super().forward(x)
+
+
+class GroupedByOverload(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.ops.aten._foreach_mul_.Scalar([self.weight, self.bias], 0.5)
+        return super().forward(x)
+
+
 class Broken(nn.Linear):
     """Its parameters leave a graph and are read by the next."""
 
@@ -157,6 +171,25 @@ def averaged_by_data() -> None:
             return x * self.bias
 
     fxpar.shard(Averaged(8, 8), mesh="dp=2")(torch.ones(4, 8))
+
+
+def written_once() -> None:
+    """A forward that no longer writes is not refused."""
+
+    class Once(nn.Linear):
+        writes = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight
+            if self.writes:
+                weight.data.mul_(2)
+            return x * self.bias
+
+    model = fxpar.shard(Once(8, 8), mesh="dp=2")
+    with pytest.raises(ShardError):
+        model(torch.ones(4, 8))
+    model.writes = False
+    model(torch.ones(4, 8))
 
 
 def moved_across_a_break() -> None:
@@ -222,6 +255,8 @@ def test_a_parameter_that_the_forward_writes() -> None:
         pool.errors(written_in_the_forward, Clamped, None),
         pool.errors(written_in_the_forward, Rescaled, "bfloat16"),
         pool.errors(written_in_the_forward, Grouped, None),
+        pool.errors(written_in_the_forward, GroupedByName, None),
+        pool.errors(written_in_the_forward, GroupedByOverload, None),
         pool.errors(averaged_by_data),
         pool.errors(renormalized_in_the_forward),
     ]
@@ -230,6 +265,7 @@ def test_a_parameter_that_the_forward_writes() -> None:
     pool.run(read_by_data)
     pool.run(read_across_a_break)
     pool.run(moved_across_a_break)
+    pool.run(written_once)
 
 
 def penalized(inputs: str) -> dict[str, torch.Tensor]:
