@@ -75,7 +75,7 @@ def test_a_count_of_an_input_starts_first(sketch: Sketch) -> None:
     ]
 
 
-def test_a_count_starts_behind_all_inputs(sketch: Sketch) -> None:
+def test_a_count_starts_after_all_inputs(sketch: Sketch) -> None:
     """Ops with effects, as checks of solvers are, have a call between the inputs."""
     zeros = sketch.call(aten.zeros, [4, 4])
     x, labels = (sketch.input(4, 4) for _ in range(2))

@@ -253,8 +253,8 @@ def compare_places(graph: fx.Graph, state: PhaseState) -> None:
     if manual is None:
         return
     launched = [node for node in graph.nodes if _is_between_places(node, manual.axes)]
-    # Ranks of all stages meet, which run other programs: before any message, since one
-    # that waits to be met sends none.
+    # Ranks of all stages, which run different programs, meet before any message: a rank
+    # that waits here sends none.
     staged = state.request.pipeline is not None
     if not launched and not staged:
         return
